@@ -1,0 +1,152 @@
+"""GEMMs on quantized operands: the bit-exact reference, and the fast one with exact operands and one rounding."""
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.numerics.formats import BLOCK_LENGTH, E2M1_MAX, decode_e2m1, decode_e4m3, unpack_codes
+from nvfp4_train.numerics.kernels import is_compiled, native
+from nvfp4_train.numerics.quantize import GemmOperand, QuantizedTensor
+from nvfp4_train.numerics.spec import GemmMode, OperandSpec
+
+logger = logging.getLogger(__name__)
+
+
+def global_alpha(a: GemmOperand, b: GemmOperand) -> Tensor:
+    """Return the factor that turns the product of two operands' values into the product of the operands.
+
+    A quantized operand contributes amax / (6 * block_scale_max), an operand in high precision contributes 1.
+
+    Returns:
+        fp32 0-dim; [R_a, 1], [1, R_b] or [R_a, R_b] where operands have one global scale per row.
+    """
+    return _alpha(a.amax, b.amax, a.spec, b.spec, device=a.values.device)
+
+
+def exact_gemm(a: GemmOperand, b: GemmOperand, *, mode: GemmMode, out_dtype: torch.dtype) -> Tensor:
+    """Return global_alpha * a.values @ b.values^T, [R_a, R_b], rounded once to `out_dtype`.
+
+    The values of quantized operands are exact in BF16 and so are their products in FP32: only the FP32 sums round,
+    and the result once at the end. FP32 operands (the fp32 recipe) are multiplied in FP32.
+
+    Args:
+        a: [R_a, K].
+        b: [R_b, K].
+        mode: How to multiply.
+        out_dtype: fp32 or bf16.
+
+    Raises:
+        ValueError: for bf16_exact with an FP32 operand, whose values BF16 cannot hold.
+    """
+    fp32_operand = torch.float32 in (a.values.dtype, b.values.dtype)
+    if fp32_operand and mode is GemmMode.bf16_exact:
+        raise ValueError("gemm: found bf16_exact with an fp32 operand, which BF16 cannot hold; use fp32_exact or auto")
+    in_bf16 = not fp32_operand and _multiplies_in_bf16(mode, a.values.device)
+    alpha = global_alpha(a, b)
+    if in_bf16 and a.values.is_cuda:
+        return (torch.mm(a.values, b.values.t(), out_dtype=torch.float32) * alpha).to(out_dtype)
+    if in_bf16 and out_dtype is torch.bfloat16 and alpha.dim() == 0:
+        return torch.ops.nvfp4_train.gemm_bf16(a.values, b.values, alpha)
+    product = torch.ops.nvfp4_train.gemm_fp32(a.values, b.values, bf16_products=in_bf16)
+    return (product * alpha).to(out_dtype)
+
+
+def reference_gemm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype) -> Tensor:
+    """Return a @ b^T, [R_a, R_b], with the summation order that defines the format's emulated GEMM, bit for bit.
+
+    Blocks of 16 are summed in ascending order in FP32; everything inside a block is exact. Slow: for tests and
+    conformance.
+    """
+    alpha = _alpha(a.amax, b.amax, a.spec, b.spec, device=a.codes.device)
+    if is_compiled(a.codes):
+        total = native.reference_gemm(a.codes, a.block_scale, b.codes, b.block_scale)
+    else:
+        total = _sum_blocks(a, b)
+    if a.shape[1]:
+        total = alpha * total
+    return total.to(out_dtype)
+
+
+def _sum_blocks(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    (codes_a, scales_a), (codes_b, scales_b) = _decoded(a), _decoded(b)
+    total = codes_a.new_zeros(a.shape[0], b.shape[0])
+    for block in range(scales_a.shape[1]):
+        elements = slice(block * BLOCK_LENGTH, (block + 1) * BLOCK_LENGTH)
+        product = codes_a[:, elements] @ codes_b[:, elements].t()
+        total = total + torch.outer(scales_a[:, block], scales_b[:, block]) * product
+    return total
+
+
+def _decoded(quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    scales = decode_e4m3(quantized.block_scale[: quantized.shape[0]])
+    return decode_e2m1(unpack_codes(quantized.codes)), scales
+
+
+def _alpha(
+    amax_a: Tensor | None, amax_b: Tensor | None, spec_a: OperandSpec, spec_b: OperandSpec, *, device: torch.device
+) -> Tensor:
+    """(amax_a * amax_b) / (largest product of code and block scale of a * that of b), in this order."""
+    largest_product = _largest_product(spec_a) * _largest_product(spec_b)
+    numerator = torch.ones((), dtype=torch.float32, device=device)
+    if amax_a is not None:
+        numerator = numerator * (amax_a.reshape(()) if amax_a.numel() == 1 else amax_a.unsqueeze(1))
+    if amax_b is not None:
+        numerator = numerator * (amax_b.reshape(()) if amax_b.numel() == 1 else amax_b.unsqueeze(0))
+    return numerator / torch.tensor(largest_product, dtype=torch.float32, device=device)
+
+
+def _largest_product(spec: OperandSpec) -> float:
+    return E2M1_MAX * spec.block_scale_max if spec.is_quantized else 1.0
+
+
+def _multiplies_in_bf16(mode: GemmMode, device: torch.device) -> bool:
+    if mode is GemmMode.auto:
+        return device.type != "cpu" or _best_cpu_mode() is GemmMode.bf16_exact
+    return mode is GemmMode.bf16_exact
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _best_cpu_mode() -> GemmMode:
+    return _cpu_mode()
+
+
+@cache
+def _cpu_mode() -> GemmMode:
+    """Without BF16 instructions a CPU's BF16 GEMM is about 200 times slower than its FP32 GEMM."""
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    mode = GemmMode.bf16_exact if has_bf16 else GemmMode.fp32_exact
+    logger.info("gemm: auto is %s on this CPU (BF16 instructions: %s)", mode, "yes" if has_bf16 else "no")
+    return mode
+
+
+# Custom ops, so that a compiled graph holds one opaque call: the factor must become a Python number, and a backend
+# flag is set.
+@torch.library.custom_op("nvfp4_train::gemm_bf16", mutates_args=())
+def _gemm_bf16(a: Tensor, b: Tensor, alpha: Tensor) -> Tensor:
+    """alpha * a @ b^T on a CPU, BF16 in and out: the factor is applied to the FP32 sums, before the only rounding."""
+    ignored = a.new_empty(a.shape[0], b.shape[0])
+    return torch.addmm(ignored, a, b.t(), beta=0, alpha=alpha.item())
+
+
+@_gemm_bf16.register_fake
+def _(a: Tensor, b: Tensor, alpha: Tensor) -> Tensor:  # noqa: ARG001 - the op's signature
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+@torch.library.custom_op("nvfp4_train::gemm_fp32", mutates_args=())
+def _gemm_fp32(a: Tensor, b: Tensor, *, bf16_products: bool) -> Tensor:
+    """a @ b^T with FP32 output; `bf16_products` lets the CPU multiply in BF16, exact for operands that BF16 holds."""
+    flags = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = flags.fp32_precision
+    flags.fp32_precision = "bf16" if bf16_products else "ieee"
+    try:
+        return a.to(torch.float32) @ b.to(torch.float32).t()
+    finally:
+        flags.fp32_precision = before
+
+
+@_gemm_fp32.register_fake
+def _(a: Tensor, b: Tensor, *, bf16_products: bool) -> Tensor:  # noqa: ARG001 - the op's signature
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)

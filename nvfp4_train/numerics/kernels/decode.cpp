@@ -1,0 +1,95 @@
+// From codes and scales back to numbers, the reference GEMM, and the tables of the formats. Called through ctypes.
+
+#include "formats.h"
+
+namespace {
+
+// Up to kRowChunk columns of a row.
+void unpack_row(const uint8_t* codes, const uint8_t* scale_codes, int columns, uint16_t* out) {
+    const int blocks = (columns + kBlock - 1) / kBlock;
+    alignas(64) float scale[kRowChunk / kBlock], scales[kRowChunk];
+    alignas(64) uint8_t unpacked[kRowChunk];
+    for (int block = 0; block < blocks; ++block) scale[block] = decode_e4m3(scale_codes[block]);
+    spread(scale, blocks, scales);
+    for (int pair = 0; pair < columns / 2; ++pair) {
+        unpacked[2 * pair] = codes[pair] & 15u;
+        unpacked[2 * pair + 1] = codes[pair] >> 4;
+    }
+#pragma omp simd
+    for (int lane = 0; lane < columns; ++lane)
+        out[lane] = uint16_t(operand_of(decode_e2m1(unpacked[lane]), scales[lane]) >> 16);
+}
+
+}  // namespace
+
+extern "C" {
+
+// codes [rows, columns / 2], scales [at least rows, columns / 16 rounded up]; out = code * scale.
+void nvfp4_operand(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t columns, uint16_t* out, int threads) {
+    const int64_t blocks = (columns + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t first = 0; first < columns; first += kRowChunk)
+            unpack_row(codes + (row * columns + first) / 2, scales + row * blocks + first / kBlock,
+                       int(std::min<int64_t>(kRowChunk, columns - first)), out + row * columns + first);
+}
+
+void nvfp4_dequantize(const uint8_t* codes, const uint8_t* scales, const float* amax, int amax_per_row, float inverse,
+                      int64_t rows, int64_t columns, float* out, int threads) {
+    const int64_t blocks = (columns + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t column = 0; column < columns; ++column) {
+            const float scale = decode_e4m3(scales[row * blocks + column / kBlock]);
+            const float factor = (scale * amax[amax_per_row ? row : 0]) * inverse;
+            out[row * columns + column] = decode_e2m1(nibble(codes + row * columns / 2, column)) * factor;
+        }
+}
+
+void nvfp4_reference_gemm(const uint8_t* codes_a, const uint8_t* scales_a, int64_t rows_a, const uint8_t* codes_b,
+                          const uint8_t* scales_b, int64_t rows_b, int64_t columns, float* out, int threads) {
+    const int64_t blocks = (columns + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < rows_a; ++i)
+        for (int64_t j = 0; j < rows_b; ++j) {
+            float total = 0.0f;
+            for (int64_t block = 0; block < blocks; ++block) {
+                float product = 0.0f;
+                for (int64_t k = block * kBlock; k < std::min(columns, (block + 1) * kBlock); ++k) {
+                    const float a = decode_e2m1(nibble(codes_a + i * columns / 2, k));
+                    product += a * decode_e2m1(nibble(codes_b + j * columns / 2, k));
+                }
+                const float scale = decode_e4m3(scales_a[i * blocks + block]) * decode_e4m3(scales_b[j * blocks + block]);
+                total = total + scale * product;
+            }
+            out[i * rows_b + j] = total;
+        }
+}
+
+void nvfp4_round_nearest(const float* scaled, int64_t pairs, uint8_t* packed) {
+    for (int64_t pair = 0; pair < pairs; ++pair)
+        packed[pair] = uint8_t(code_of(round_nearest(scaled[2 * pair])) | code_of(round_nearest(scaled[2 * pair + 1])) << 4);
+}
+
+void nvfp4_random_bytes(uint64_t key, int64_t row_offset, int64_t column_offset, int64_t rows, int64_t columns,
+                        uint8_t* out) {
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t column = 0; column < columns; column += kRowChunk)
+            random_row(row_key(key, uint64_t(row_offset + row)), uint32_t((column_offset + column) / 4),
+                       int(std::min<int64_t>(kRowChunk, columns - column)), out + row * columns + column);
+}
+
+void nvfp4_e2m1_values(float* out) {
+    for (uint32_t code = 0; code < 16; ++code) out[code] = decode_e2m1(code);
+}
+
+// scales [rows, columns] of 4-byte elements, whole atoms of 128 x 4.
+void nvfp4_swizzle(const uint32_t* scales, int64_t rows, int64_t columns, uint32_t* out) {
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t column = 0; column < columns; ++column) {
+            const int64_t atom = row / 128 * (columns / 4) + column / 4;
+            out[(atom * 32 + row % 32) * 16 + row % 128 / 32 * 4 + column % 4] = scales[row * columns + column];
+        }
+}
+
+}  // extern "C"

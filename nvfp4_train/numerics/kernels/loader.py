@@ -1,0 +1,159 @@
+"""Build the C++ twin of the numerics on first use, load it, and say whether it is used.
+
+A plain shared object called through ctypes builds in seconds, an extension with PyTorch's headers takes half a
+minute. It is built for this CPU into a user cache, named by everything that decides its content, and moved into place
+in one step, so that processes which build at the same time cannot read half a file.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "decode.cpp"))
+HEADERS = (Path(__file__).with_name("formats.h"),)
+COMPILERS = ("c++", "g++", "clang++")
+# No flag changes a result (contraction to FMA would); the last ones let compilers vectorize branch-free code.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # 16 FP32 lanes at once where the CPU has them, 10 to 30 % faster; compilers prefer half of that by default
+    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
+)
+
+
+class Backend(StrEnum):
+    """Which implementation of the numerics computes on a CPU; all give the same bits."""
+
+    auto = "auto"  # compiled, or the oracle with a warning where nothing can be compiled
+    oracle = "oracle"  # plain PyTorch
+    compiled = "compiled"  # the C++ twin; an error where it cannot be built
+
+
+_backend: ContextVar[Backend] = ContextVar("nvfp4_train_backend", default=Backend.auto)
+
+
+@contextmanager
+def use(backend: Backend | str) -> Iterator[None]:
+    """Choose the implementation for the calls inside the context.
+
+    Raises:
+        RuntimeError: for `compiled` where the kernels cannot be built.
+    """
+    chosen = Backend(backend)
+    if chosen is Backend.compiled:
+        library()
+    token = _backend.set(chosen)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def is_compiled(x: Tensor) -> bool:
+    """Say whether the compiled kernels handle x: if it is on a CPU, and they can be built and were not ruled out."""
+    return x.device.type == "cpu" and _is_selected()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_selected() -> bool:
+    backend = _backend.get()
+    return backend is Backend.compiled or (backend is Backend.auto and is_available())
+
+
+@cache
+def is_available() -> bool:
+    """Say whether the kernels can be built and loaded; the first time they cannot, warn."""
+    try:
+        library()
+    except RuntimeError as error:
+        warnings.warn(f"{error}; NVFP4 runs in plain PyTorch, with the same results, but slowly", stacklevel=2)
+        return False
+    return True
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the loaded kernels, building them if the cache does not hold them.
+
+    Raises:
+        RuntimeError: if there is no compiler, or it fails; the message says which and why.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise RuntimeError(f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} is on the PATH")
+    path = cache_dir() / f"{_fingerprint(compiler)}.so"
+    try:
+        if not path.exists():
+            build(compiler, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"the NVFP4 CPU kernels could not be built or loaded: {error}") from error
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler: $CXX if set, else the first of the usual names."""
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def cache_dir() -> Path:
+    """Return where built kernels are kept: below $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "nvfp4_train" / "kernels"
+
+
+def build(compiler: str, path: Path) -> None:
+    """Compile the kernels to `path`, which appears complete or not at all.
+
+    Raises:
+        RuntimeError: if the compiler reports an error.
+        OSError: if the cache cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        command = [compiler, *FLAGS, "-o", temporary, *map(str, SOURCES)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise RuntimeError(f"`{' '.join(command)}` failed: {result.stderr.strip()[-500:]}")
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = (*(path.read_text() for path in (*SOURCES, *HEADERS)), *FLAGS, compiler, version, _cpu())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache in a shared home may serve machines with different CPUs."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    return "\n".join(sorted({line for line in info.read_text().splitlines() if line.startswith(wanted)}))
