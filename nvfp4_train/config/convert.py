@@ -1,0 +1,72 @@
+"""Turns a value as YAML or the command line gives it into a field's type."""
+
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+from nvfp4_train.config.problem import Problem
+from nvfp4_train.config.suggest import choice_fix
+
+MISSING = "???"  # how Hydra writes a value that the user must give
+_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_LIST_EXAMPLE = "'[a,b]'"
+_EXAMPLES = {str: "'\"text\"'", bool: "true", int: "16", float: "0.1"}
+
+
+def convert_value(value: object, hint: Any) -> Any:
+    """Return ``value`` as the type of a field.
+
+    Args:
+        value: Text, number, bool, None or list.
+        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, or one of them ``| None``.
+
+    Raises:
+        TypeError: if it does not fit.
+    """
+    if isinstance(hint, UnionType):
+        return None if value is None else convert_value(value, _not_none(hint))
+    if hint is str and isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        return int(value)  # 2e6 is a fine number of tokens
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enum_member(value, hint)
+    if hint == list[str] and isinstance(value, list):
+        return [convert_value(item, str) for item in value]
+    raise TypeError(f"{value!r} is not {expected_type(hint)}")
+
+
+def mismatch(key: str, value: object, hint: Any) -> Problem:
+    """Return the problem of a value that ``convert_value`` refuses."""
+    inner = _not_none(hint) if isinstance(hint, UnionType) else hint
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        fix = choice_fix(str(value), inner.__members__)
+    else:
+        fix = f"for example {key}={_EXAMPLES.get(inner, _LIST_EXAMPLE)}"
+    return Problem(key=key, value=value, rule=f"must be {expected_type(hint)}", fix=fix)
+
+
+def expected_type(hint: Any) -> str:
+    """Say what fits a field, in words."""
+    if isinstance(hint, UnionType):
+        return f"{expected_type(_not_none(hint))} or null"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    return _WORDS.get(hint, "a list of texts")
+
+
+def _not_none(hint: UnionType) -> Any:
+    (inner,) = (member for member in get_args(hint) if member is not NoneType)
+    return inner
+
+
+def _enum_member(value: object, enum: type[Enum]) -> Enum:
+    # YAML 1.1 reads an unquoted off as false.
+    name = "off" if value is False else value
+    if not isinstance(name, str) or name not in enum.__members__:
+        raise TypeError(f"{value!r} is not {expected_type(enum)}")
+    return enum[name]

@@ -1,0 +1,157 @@
+"""The root of a run's configuration, and every check that needs two groups."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from nvfp4_train.config.batch import BatchConfig
+from nvfp4_train.config.checkpoint import CheckpointConfig
+from nvfp4_train.config.data import DataConfig
+from nvfp4_train.config.engine import EngineConfig
+from nvfp4_train.config.evaluation import EvaluationConfig
+from nvfp4_train.config.logging import LoggingConfig
+from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.optimizer import OptimizerConfig
+from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.problem import Problem, Rule, require, violations
+from nvfp4_train.config.recipe import RecipeConfig
+from nvfp4_train.config.run import RunConfig
+from nvfp4_train.config.scheduler import SchedulerConfig, WsdConfig
+from nvfp4_train.config.widths import WIDTHS, Width, quantized_linears
+from nvfp4_train.numerics.spec import BLOCK_SIZE
+
+# What a run that starts from another checkpoint may change. The functional form, because `continue` is a keyword.
+ResumeMode = StrEnum("ResumeMode", {"continue": "continue", "fork": "fork"})
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """A run, completely.
+
+    Args:
+        resume: ``auto`` (from the newest checkpoint of the run's own folder, if there is one), ``never``, or the path
+            of a checkpoint.
+        resume_mode: With a path: ``continue`` keeps all that shapes state and data order, ``fork`` may change it.
+    """
+
+    run: RunConfig
+    batch: BatchConfig
+    model: ModelConfig
+    recipe: RecipeConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    engine: EngineConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    resume: str
+    resume_mode: ResumeMode
+
+    def __post_init__(self) -> None:
+        require(cross_group_problems(self))
+
+
+def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
+    """Return every violated rule that needs values of two groups."""
+    rules = [
+        Rule(
+            "model.vocab_size",
+            lambda: cfg.model.vocab_size >= cfg.data.tokenizer_vocab_size,
+            lambda: f"must hold every token: at least data.tokenizer_vocab_size ({cfg.data.tokenizer_vocab_size})",
+            "raise model.vocab_size or lower data.tokenizer_vocab_size",
+        ),
+        Rule(
+            "scheduler.warmup_tokens",
+            lambda: cfg.scheduler.warmup_tokens < cfg.run.tokens,
+            lambda: f"warm-up must end before the run does (run.tokens is {cfg.run.tokens})",
+            "lower scheduler.warmup_tokens; for a short trial use run.stop_after_steps, which keeps the schedule",
+        ),
+        Rule(
+            "scheduler.decay_fraction",
+            lambda: not isinstance(cfg.scheduler, WsdConfig) or _decay_fits(cfg.scheduler, tokens=cfg.run.tokens),
+            lambda: (
+                f"warm-up ({cfg.scheduler.warmup_tokens} tokens) and decay must fit in run.tokens ({cfg.run.tokens})"
+            ),
+            "lower scheduler.decay_fraction or scheduler.warmup_tokens",
+        ),
+        Rule(
+            "resume_mode",
+            lambda: cfg.resume_mode is not ResumeMode.fork or cfg.resume not in ("auto", "never"),
+            lambda: f"a fork starts from the checkpoint that resume names, and resume is {cfg.resume}",
+            "resume=runs/NAME/checkpoints/step_...",
+        ),
+        Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
+    ]
+    return violations(
+        cfg, *rules, *_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)
+    )
+
+
+def _decay_fits(scheduler: WsdConfig, *, tokens: int) -> bool:
+    return scheduler.warmup_tokens + scheduler.decay_fraction * tokens <= tokens
+
+
+def _data_rank_rules(cfg: TrainConfig) -> list[Rule]:
+    """Each data rank, as far as the config says how many there are, gets whole microbatches at every batch size."""
+
+    def smallest_step() -> int:
+        ranks = cfg.parallel.dp_replicate_degree * max(cfg.parallel.dp_shard_degree, 1)
+        return max(cfg.batch.micro_batch_size * ranks, 1)
+
+    def rule(key: str, *, holds: Callable[[], bool]) -> Rule:
+        return Rule(
+            key,
+            holds,
+            lambda: f"must be a multiple of micro_batch_size times the data ranks ({smallest_step()})",
+            "change it, batch.micro_batch_size or the degrees of parallel",
+        )
+
+    def ramp(size: int) -> int:
+        return size if cfg.batch.ramp.tokens else 0
+
+    return [
+        rule("batch.global_batch_size", holds=lambda: cfg.batch.global_batch_size % smallest_step() == 0),
+        rule("batch.ramp.start", holds=lambda: ramp(cfg.batch.ramp.start) % smallest_step() == 0),
+        rule("batch.ramp.increment", holds=lambda: ramp(cfg.batch.ramp.increment) % smallest_step() == 0),
+    ]
+
+
+def _width_rule(cfg: TrainConfig, width: Width) -> Rule:
+    return Rule(
+        width.key,
+        lambda: width.value(cfg.model) % _block_size(cfg.recipe) == 0 or not _is_quantized(cfg, width),
+        lambda: (
+            f"recipe {cfg.recipe.name} needs multiples of {_block_size(cfg.recipe)};"
+            f" this makes {width.value(cfg.model)} ({width.meaning})"
+        ),
+        "change the width, or keep the Linears that have it in BF16 (recipe.keep_bf16)",
+    )
+
+
+def _tokens_rule(cfg: TrainConfig) -> Rule:
+    def tokens() -> int:
+        return cfg.batch.micro_batch_size * cfg.batch.sequence_length
+
+    return Rule(
+        "batch.sequence_length",
+        lambda: tokens() % _block_size(cfg.recipe) == 0,
+        lambda: (
+            f"recipe {cfg.recipe.name} needs multiples of {_block_size(cfg.recipe)} tokens in a microbatch;"
+            f" this makes {tokens()} (micro_batch_size * sequence_length)"
+        ),
+        "change batch.sequence_length or batch.micro_batch_size",
+    )
+
+
+def _block_size(recipe: RecipeConfig) -> int:
+    """Return what the operands whose block is known ask of every dim of a GEMM."""
+    blocks = [spec.block for spec in recipe.linear.operands.values() if hasattr(spec, "block")]
+    return max((BLOCK_SIZE.get(block, 1) for block in blocks), default=1)
+
+
+def _is_quantized(cfg: TrainConfig, width: Width) -> bool:
+    names = quantized_linears(cfg.model, cfg.recipe.keep_bf16)
+    return any(fnmatchcase(name, glob) for name in names for glob in width.linears)

@@ -1,0 +1,22 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.support.configs import composed, problems_of
+
+VALID = composed().optimizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"beta1": 1.0}, "beta1"),
+        ({"beta2": -0.1}, "beta2"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm"),
+    ],
+)
+def test_a_violated_rule_names_its_key(changes, key):
+    assert [problem.key for problem in problems_of(lambda: replace(VALID, **changes))] == [key]

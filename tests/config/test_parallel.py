@@ -1,0 +1,19 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.support.configs import composed, problems_of
+
+VALID = composed().parallel
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"dp_replicate_degree": 0}, "dp_replicate_degree"),
+        ({"dp_shard_degree": 0}, "dp_shard_degree"),
+        ({"dp_shard_degree": -2}, "dp_shard_degree"),
+    ],
+)
+def test_a_violated_rule_names_its_key(changes, key):
+    assert [problem.key for problem in problems_of(lambda: replace(VALID, **changes))] == [key]
