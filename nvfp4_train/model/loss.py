@@ -1,0 +1,63 @@
+"""Cross-entropy that never holds FP32 values of every logit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # label of a token that is not counted, as in torch.nn.functional.cross_entropy
+CHUNK_ELEMENTS_CPU = 2**19  # 2 MiB of FP32: stays in the cache of a core
+CHUNK_ELEMENTS = 2**26  # 256 MiB of FP32: enough to fill an accelerator
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum the cross-entropy over the tokens whose label is not ``IGNORE_INDEX``.
+
+    Works through chunks of tokens in FP32 and recomputes the probabilities in backward, so besides the logits and their
+    gradient (both in the dtype of ``logits``) only one chunk is alive.
+
+    Args:
+        logits: [T, V] floating.
+        labels: [T] int64, each in [0, V) or ``IGNORE_INDEX``.
+
+    Returns:
+        FP32 scalar (FP64 for FP64 logits).
+    """
+    return _CrossEntropySum.apply(logits, labels)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        counted = labels != IGNORE_INDEX
+        target = labels.where(counted, 0)[:, None]
+        chosen = [
+            logits[rows].to(_precise(logits)).log_softmax(dim=-1).gather(1, target[rows])[:, 0]
+            for rows in _chunks(logits)
+        ]
+        return -torch.cat(chosen).where(counted, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+        logits, labels = ctx.saved_tensors
+        counted = labels != IGNORE_INDEX
+        target = labels.where(counted, 0)[:, None]
+        row_grad = torch.where(counted, grad_loss, 0.0)[:, None]
+        grad_logits = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            grad = logits[rows].to(_precise(logits)).softmax(dim=-1)
+            grad.scatter_add_(1, target[rows], grad.new_full(target[rows].shape, -1.0))
+            grad_logits[rows] = grad.mul_(row_grad[rows])
+        return grad_logits, None
+
+
+def _precise(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    elements = CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
+    size = max(1, elements // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -1,0 +1,84 @@
+"""The Mamba-2 mixer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvfp4_train.config.model import MambaConfig, NormGroup
+from nvfp4_train.model.conv import CausalConv1d
+from nvfp4_train.model.documents import Documents
+from nvfp4_train.model.linear import Linear
+from nvfp4_train.model.norm import GatedRMSNorm
+from nvfp4_train.model.ssd import ssd_scan
+
+
+class Scan(nn.Module):
+    """The selective scan with its per-head scalars: time step bias, decay rate and skip."""
+
+    keep_fp32 = True
+
+    def __init__(self, cfg: MambaConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.A_log = nn.Parameter(torch.empty(cfg.num_heads))
+        self.D = nn.Parameter(torch.empty(cfg.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(cfg.num_heads))
+
+    def forward(self, x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor, documents: Documents) -> Tensor:
+        """Scan one sequence per row.
+
+        Args:
+            x: [B, S, G, R, P]; R heads of each of G groups.
+            b: [B, S, G, N].
+            c: [B, S, G, N].
+            dt: [B, S, G, R], before bias and softplus.
+            documents: The state restarts in each.
+
+        Returns:
+            [B, S, G, R, P] in the dtype of ``x``.
+        """
+        heads = x.shape[2:4]
+        step = F.softplus(dt + self.dt_bias.view(heads)).clamp(self.cfg.dt_min, self.cfg.dt_max)
+        y = ssd_scan(
+            x,
+            log_decay=-step * self.A_log.exp().view(heads),
+            dt=step,
+            b=b,
+            c=c,
+            document_ids=documents.ids,
+            chunk_size=self.cfg.chunk_size,
+        )
+        return (y + x * self.D.view(*heads, 1)).to(x.dtype)
+
+
+class Mamba2(nn.Module):
+    """Mamba-2: projection, causal convolution, selective scan, gated norm, projection.
+
+    ``in_proj`` and ``conv1d`` are stored group-major: for each group, the rows z, x, B, C, dt of its heads (x, B, C for
+    the convolution). A plain row shard is then a correct tensor-parallel shard.
+
+    Source: https://arxiv.org/abs/2405.21060, section 7.
+    """
+
+    def __init__(self, cfg: MambaConfig, *, d_model: int, norm_eps: float) -> None:
+        super().__init__()
+        self.cfg = cfg
+        heads_per_group = cfg.num_heads // cfg.num_groups
+        inner = heads_per_group * cfg.d_head
+        self.group_split = (inner, inner + 2 * cfg.d_state, heads_per_group)  # z | x, B, C | dt
+        self.conv_split = (inner, cfg.d_state, cfg.d_state)
+        self.in_proj = Linear(d_model, cfg.num_groups * sum(self.group_split))
+        self.conv1d = CausalConv1d(cfg.num_groups * self.group_split[1], d_conv=cfg.d_conv, bias=cfg.conv_bias)
+        self.scan = Scan(cfg)
+        norm_width = inner if cfg.norm_group is NormGroup.group else cfg.d_inner
+        self.norm = GatedRMSNorm(cfg.d_inner, group_width=norm_width, eps=norm_eps)
+        self.out_proj = Linear(cfg.d_inner, d_model)
+
+    def forward(self, h: Tensor, documents: Documents) -> Tensor:
+        """Map [B, S, D] to [B, S, D]."""
+        projected = self.in_proj(h).unflatten(-1, (-1, sum(self.group_split)))  # [B, S, G, rows]
+        gate, conv_input, dt = projected.split(self.group_split, dim=-1)
+        mixed = self.conv1d(conv_input.flatten(2), documents)
+        x, b, c = mixed.unflatten(-1, (-1, self.group_split[1])).split(self.conv_split, dim=-1)
+        y = self.scan(x.unflatten(-1, (-1, self.cfg.d_head)), b=b, c=c, dt=dt, documents=documents)
+        return self.out_proj(self.norm(y.flatten(2), gate.flatten(2)))
