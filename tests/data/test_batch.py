@@ -1,0 +1,25 @@
+import torch
+
+from nvfp4_train.data.batch import IGNORE_INDEX, Batch
+
+
+def make_batch() -> Batch:
+    return Batch(
+        tokens=torch.tensor([[1, 2, 3]]),
+        labels=torch.tensor([[2, IGNORE_INDEX, 4]]),
+        document_ids=torch.zeros(1, 3, dtype=torch.int32),
+        position_ids=torch.arange(3)[None],
+        microbatch_index=5,
+    )
+
+
+def test_num_labels_counts_only_labels_that_are_not_ignored():
+    assert make_batch().num_labels().item() == 2
+
+
+def test_to_moves_every_tensor_and_keeps_the_index():
+    moved = make_batch().to("meta")
+    tensors = (moved.tokens, moved.labels, moved.document_ids, moved.position_ids)
+    assert all(tensor.device.type == "meta" for tensor in tensors)
+    assert moved.microbatch_index == 5
+    assert moved.document_ids.dtype == torch.int32
