@@ -1,0 +1,251 @@
+"""A Linear whose three GEMMs each round their two operands as a recipe says.
+
+    fprop  y  = x  w^T     contracts the input features
+    dgrad  dx = dy w       contracts the output features
+    wgrad  dw = dy^T x     contracts the tokens
+
+Every recipe runs this code: in BF16 and FP32 the operands are casts. Between forward and backward only packed
+operands are
+kept: x as wgrad will contract it and w as dgrad will, not the activations they came from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from nvfp4_train.config.recipe import LinearRecipe
+from nvfp4_train.numerics.gemm import exact_gemm
+from nvfp4_train.numerics.spec import GemmMode
+from nvfp4_train.precision.operands import OperandRounder, StoredOperand
+from nvfp4_train.precision.position import RoundingPosition
+from nvfp4_train.precision.weight_cache import WeightCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPrecision:
+    """How one Linear computes.
+
+    Args:
+        layer: Its name in the whole model; part of its random streams.
+        recipe_name: What the coverage report and error messages call `recipe`.
+        recipe: The table of training.
+        high_precision: The table of the compute dtype, for evaluation without rounding.
+        gemm: How operands are multiplied.
+    """
+
+    layer: str
+    recipe_name: str
+    recipe: LinearRecipe
+    high_precision: LinearRecipe
+    gemm: GemmMode
+
+
+class QuantizedLinear(nn.Linear):
+    """`nn.Linear` under a recipe, with the same parameters `weight` and `bias`.
+
+    Activations go in and out in their own dtype. Gradients of the parameters are FP32, whatever the dtype of the
+    parameters that a forward sees. With a tensor-parallel shard, the caller sets the attributes below.
+
+    Attributes:
+        precision: How it computes.
+        position: Shared by all QuantizedLinears of a model.
+        reduce_amax: Makes ranks that hold parts of one tensor agree on its amax; fp32 [1] or [R] to the same shape.
+        row_offset: Global index of the first output feature held here.
+        column_offset: Global index of the first input feature held here.
+        amax: The largest amax, fp32 [1], of each quantized operand in the newest step, by name; filled without a sync.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        precision: LinearPrecision,
+        position: RoundingPosition,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=torch.float32)
+        self.precision = precision
+        self.position = position
+        self.reduce_amax: Callable[[Tensor], Tensor] = _keep
+        self.row_offset = 0
+        self.column_offset = 0
+        self.amax: dict[str, Tensor] = {}
+        self._amax_step: dict[str, int] = {}
+        self._weights = WeightCache()
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, precision: LinearPrecision, position: RoundingPosition
+    ) -> "QuantizedLinear":
+        """Return a QuantizedLinear that holds the very parameters of `linear`, on any device, meta included."""
+        quantized = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            precision=precision,
+            position=position,
+            device="meta",
+        )
+        quantized.weight, quantized.bias = linear.weight, linear.bias
+        return quantized.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x w^T + bias.
+
+        Args:
+            x: [..., in_features]; the leading dims together are the tokens, a multiple of the recipe's block.
+
+        Returns:
+            [..., out_features], dtype of x.
+
+        Raises:
+            ValueError: for a number of tokens that the blocks of the recipe do not divide, naming the layer.
+        """
+        is_high = self.position.high_precision
+        recipe = self.precision.high_precision if is_high else self.precision.recipe
+        tokens = x.reshape(-1, self.in_features)
+        self._check_tokens(tokens.shape[0], recipe.dim_multiple)
+        # FSDP2 hands out BF16 parameters, whose gradients autograd would round to BF16 before it adds them up.
+        for parameter in (self.weight, self.bias):
+            if parameter is not None and parameter.requires_grad and parameter.dtype is not torch.float32:
+                parameter.grad_dtype = torch.float32
+        call = LinearCall(
+            rounder=self._rounder(recipe),
+            gemm=self.precision.gemm,
+            weights=self._weights,
+            weight_version=self.position.weight_version,
+            has_backward=torch.is_grad_enabled(),
+        )
+        y: Tensor = LinearFunction.apply(tokens, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Add the recipe to what `print(model)` shows."""
+        return f"{super().extra_repr()}, recipe={self.precision.recipe_name}"
+
+    def _rounder(self, recipe: LinearRecipe) -> OperandRounder:
+        position = self.position
+        return OperandRounder(
+            layer=self.precision.layer,
+            specs=recipe.operands,
+            seed=position.seed,
+            step=position.step,
+            offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": self.row_offset},
+            reduce_amax=self.reduce_amax,
+            record=partial(self._record_amax, position.step),
+        )
+
+    def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
+        """Keep the maximum over a step, which keeps a NaN of any of its microbatches."""
+        largest = amax.amax(dim=0, keepdim=True)  # one per row, with global scales of rows
+        is_same_step = self._amax_step.get(name) == step
+        self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
+        self._amax_step[name] = step
+
+    def _check_tokens(self, num_tokens: int, multiple: int) -> None:
+        if num_tokens % multiple:
+            raise ValueError(
+                f"{self.precision.layer}: found {num_tokens} tokens, recipe {self.precision.recipe_name} "
+                f"needs a multiple of {multiple}; change the sequence length or the micro batch size"
+            )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "QuantizedLinear":
+        self._weights.clear()  # a move to another device or dtype is seen by no counter
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._weights.clear()  # under FSDP2 the values go to the shard, whose counter the unsharded weight does not see
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCall:
+    """What one forward of a QuantizedLinear fixes, for itself and for its backward.
+
+    Args:
+        rounder: Rounds the operands with the random bytes of this microbatch.
+        gemm: How operands are multiplied.
+        weights: The layer's cache.
+        weight_version: The caller's counter of weight changes.
+        has_backward: Whether autograd records this call; inside an autograd function it cannot be asked.
+    """
+
+    rounder: OperandRounder
+    gemm: GemmMode
+    weights: WeightCache
+    weight_version: int
+    has_backward: bool
+
+    def weight(self, name: str, weight: Tensor) -> StoredOperand:
+        """Return `fprop.w` or `dgrad.w`."""
+        return self.weights.operand(name, weight, rounder=self.rounder, version=self.weight_version)
+
+
+class LinearFunction(torch.autograd.Function):
+    """The three GEMMs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+        """Return y [T, out_features] for x [T, in_features] and keep what the gradients that are asked for need."""
+        rounder = call.rounder
+        y = exact_gemm(
+            rounder.round("fprop.x", x),
+            call.weight("fprop.w", weight).to_gemm_operand(),
+            mode=call.gemm,
+            out_dtype=x.dtype,
+        )
+        if bias is not None:
+            y += bias.to(y.dtype)
+        needs_dx, needs_dw = (needed and call.has_backward for needed in ctx.needs_input_grad[:2])
+        ctx.call = call
+        ctx.x_dtype = x.dtype
+        _save(
+            ctx,
+            w=call.weight("dgrad.w", weight) if needs_dx else None,
+            x=rounder.store("wgrad.x", x) if needs_dw else None,
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed."""
+        call, saved = ctx.call, _saved(ctx)
+        dy = dy.contiguous()
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dy_operand = call.rounder.round("dgrad.dy", dy)
+            dx = exact_gemm(dy_operand, saved["w"].to_gemm_operand(), mode=call.gemm, out_dtype=ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            dy_operand = call.rounder.round("wgrad.dy", dy)
+            dw = exact_gemm(dy_operand, saved["x"].to_gemm_operand(), mode=call.gemm, out_dtype=torch.float32)
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(dim=0, dtype=torch.float32)
+        return dx, dw, dbias, None
+
+
+def _save(ctx: Any, **operands: StoredOperand | None) -> None:
+    """Hand the tensors to autograd, which frees them after the backward and lets hooks offload them."""
+    kept = {name: operand for name, operand in operands.items() if operand is not None}
+    ctx.save_for_backward(*(tensor for operand in kept.values() for tensor in operand.tensors))
+    ctx.operands = {name: (operand.with_tensors(()), len(operand.tensors)) for name, operand in kept.items()}
+
+
+def _saved(ctx: Any) -> dict[str, StoredOperand]:
+    tensors = iter(ctx.saved_tensors)
+    return {
+        name: operand.with_tensors(tuple(next(tensors) for _ in range(count)))
+        for name, (operand, count) in ctx.operands.items()
+    }
+
+
+def _keep(amax: Tensor) -> Tensor:
+    return amax

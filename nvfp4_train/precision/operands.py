@@ -1,0 +1,136 @@
+"""The six operands of a Linear's three GEMMs: rounding them, with their random bytes, and keeping them packed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.numerics.quantize import (
+    Direction,
+    GemmOperand,
+    QuantizedTensor,
+    compute_amax,
+    gemm_operand,
+    quantize,
+    quantize_operand,
+)
+from nvfp4_train.numerics.random import RandomStream, stream_key
+from nvfp4_train.numerics.spec import Format, OperandSpec, Rounding
+
+FORMAT_DTYPE = {Format.fp32: torch.float32, Format.bf16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OperandPlace:
+    """Where an operand's matrix lies: which dim of the tensor is contracted, and what the rows and columns count."""
+
+    direction: Direction
+    rows: str
+    columns: str
+
+
+# Rows and columns are those of the quantized matrix, whose last dim is the GEMM's contraction dim.
+OPERAND_PLACES = {
+    "fprop.x": OperandPlace(Direction.row, "tokens", "inputs"),
+    "fprop.w": OperandPlace(Direction.row, "outputs", "inputs"),
+    "dgrad.dy": OperandPlace(Direction.row, "tokens", "outputs"),
+    "dgrad.w": OperandPlace(Direction.column, "inputs", "outputs"),
+    "wgrad.x": OperandPlace(Direction.column, "inputs", "tokens"),
+    "wgrad.dy": OperandPlace(Direction.column, "outputs", "tokens"),
+}
+
+
+@dataclass(frozen=True)
+class StoredOperand:
+    """An operand kept for a later GEMM in the smallest form: packed codes, or the tensor itself in high precision.
+
+    Args:
+        tensors: (codes, block_scale, amax), or (tensor,) as it is before the cast to its format.
+        spec: How the operand is rounded.
+        direction: Which dim of the original tensor is contracted.
+        shape: Rows and columns of the quantized matrix.
+        dtype: Dtype of the tensor that was quantized.
+        is_transposed: Whether the GEMM contracts the other dim of the codes (16x16 tiles do not depend on the
+        direction).
+    """
+
+    tensors: tuple[Tensor, ...]
+    spec: OperandSpec
+    direction: Direction
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    is_transposed: bool = False
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> "StoredOperand":
+        """Return the same operand over other tensors; autograd keeps them apart from the rest."""
+        return replace(self, tensors=tensors)
+
+    def transposed(self) -> "StoredOperand":
+        """Return the operand for a GEMM that contracts the other dim of the same codes."""
+        return replace(self, is_transposed=not self.is_transposed)
+
+    def to_gemm_operand(self) -> GemmOperand:
+        """Return what a GEMM multiplies."""
+        if not self.spec.is_quantized:
+            return quantize_operand(self.tensors[0], self.spec, direction=self.direction)
+        codes, block_scale, amax = self.tensors
+        operand = gemm_operand(QuantizedTensor(codes, block_scale, amax, self.spec, self.shape, self.dtype))
+        return operand.transposed() if self.is_transposed else operand
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandRounder:
+    """Rounds the operands of one forward of one layer and of its backward.
+
+    Plain values, fixed when the forward starts: a backward that runs later draws the bytes that belong to its own
+    microbatch.
+
+    Args:
+        layer: Name of the Linear in the whole model; part of its random streams.
+        specs: OperandSpec of each operand (`LinearRecipe.operands`).
+        seed: Seed of the run.
+        step: Optimizer step.
+        offsets: Global index of the first of the `tokens`, `inputs` and `outputs` that this tensor holds.
+        reduce_amax: Makes ranks that hold parts of one tensor agree on its amax.
+        record: Told the name of each operand that is quantized, and its amax.
+    """
+
+    layer: str
+    specs: dict[str, OperandSpec]
+    seed: int
+    step: int
+    offsets: dict[str, int]
+    reduce_amax: Callable[[Tensor], Tensor]
+    record: Callable[[str, Tensor], None]
+
+    def round(self, name: str, tensor: Tensor) -> GemmOperand:
+        """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
+        spec, direction = self.specs[name], OPERAND_PLACES[name].direction
+        if not spec.is_quantized:
+            return quantize_operand(tensor, spec, direction=direction)
+        amax = self._agree_on_amax(name, tensor)
+        return quantize_operand(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+
+    def store(self, name: str, tensor: Tensor) -> StoredOperand:
+        """Round `tensor` [M, N] to the operand `name` of a GEMM that runs later."""
+        spec, direction = self.specs[name], OPERAND_PLACES[name].direction
+        if not spec.is_quantized:
+            return StoredOperand((tensor,), spec, direction, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
+        amax = self._agree_on_amax(name, tensor)
+        packed = quantize(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+        tensors = (packed.codes, packed.block_scale, packed.amax)
+        return StoredOperand(tensors, spec, direction, packed.shape, packed.dtype)
+
+    def stream(self, name: str) -> RandomStream | None:
+        """Return where the random bytes of an operand come from, or None if it needs none."""
+        if self.specs[name].rounding is not Rounding.stochastic:
+            return None
+        place = OPERAND_PLACES[name]
+        key = stream_key(seed=self.seed, layer=self.layer, operand=name, step=self.step)
+        return RandomStream(key, row_offset=self.offsets[place.rows], column_offset=self.offsets[place.columns])
+
+    def _agree_on_amax(self, name: str, tensor: Tensor) -> Tensor:
+        amax = self.reduce_amax(compute_amax(tensor, self.specs[name], direction=OPERAND_PLACES[name].direction))
+        self.record(name, amax)
+        return amax

@@ -1,0 +1,52 @@
+"""A weight's quantized operands, made once for all microbatches of a step."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.numerics.spec import Block, OperandSpec
+from nvfp4_train.precision.operands import OperandRounder, StoredOperand
+
+
+@dataclass
+class WeightCache:
+    """Keeps `fprop.w` and `dgrad.w` of one layer until something they depend on changes.
+
+    They depend on the parameter object, on its values, on the spec and on the random bytes. Whether the values
+    changed is told by the caller's counter and by PyTorch's own: the latter sees every in-place update of an
+    unsharded parameter, but stays 0 under FSDP2, where the parameter of a forward is refilled and not updated.
+    """
+
+    _entries: dict[str, tuple[Tensor, tuple[object, ...], StoredOperand]] = field(default_factory=dict)
+
+    def operand(self, name: str, weight: Tensor, *, rounder: OperandRounder, version: int) -> StoredOperand:
+        """Return `fprop.w` or `dgrad.w` of `weight` [out_features, in_features].
+
+        In high precision that is the parameter itself, cast when it is used, so that nothing is kept twice. What is
+        quantized is the BF16 cast of the weight, in every engine: FSDP2 hands out BF16 weights, a plain model FP32
+        masters.
+        """
+        specs = rounder.specs
+        if name == "dgrad.w" and is_shared(specs):
+            return self.operand("fprop.w", weight, rounder=rounder, version=version).transposed()
+        if not specs[name].is_quantized:
+            return rounder.store(name, weight)
+        state = (version, weight._version, specs[name], rounder.stream(name))
+        entry = self._entries.get(name)
+        if entry is None or entry[0] is not weight or entry[1] != state:
+            entry = (weight, state, rounder.store(name, weight.to(torch.bfloat16)))
+            self._entries[name] = entry
+        return entry[2]
+
+    def clear(self) -> None:
+        """Forget everything, for a caller that replaces the values in a way that no counter sees."""
+        self._entries.clear()
+
+
+def is_shared(specs: dict[str, OperandSpec]) -> bool:
+    """Whether one quantization serves fprop and dgrad: with 16x16 tiles the codes of w^T are those of w, transposed.
+
+    Source: "Pretraining Large Language Models with NVFP4", 2D scaling: both passes see the same quantized weight.
+    """
+    return specs["fprop.w"] == specs["dgrad.w"] and specs["fprop.w"].block is Block.tile_16x16

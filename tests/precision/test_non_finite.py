@@ -1,0 +1,64 @@
+"""Naming the layer where a NaN appears first."""
+
+import math
+
+import torch
+
+from nvfp4_train.precision.apply import apply_precision
+from nvfp4_train.precision.coverage import PrecisionPlan
+from nvfp4_train.precision.non_finite import find_non_finite_layer
+from tests.support.blocks import TinyBlocks
+from tests.support.recipes import nvfp4_recipe
+
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def make_model() -> tuple[TinyBlocks, PrecisionPlan]:
+    model = TinyBlocks()
+    return model, apply_precision(model, nvfp4_recipe(), seed=0)
+
+
+def test_a_healthy_step_names_nothing():
+    model, _ = make_model()
+    assert find_non_finite_layer(model) is None
+    model(TOKENS).float().sum().backward()
+    assert find_non_finite_layer(model) is None
+
+
+def test_the_first_layer_that_sees_a_nan_input_is_named():
+    model, _ = make_model()
+    with torch.no_grad():
+        model.embedding.weight[3] = math.nan
+    model(TOKENS).float().sum().backward()
+    assert find_non_finite_layer(model) == "blocks.0.up_proj: fprop.x"
+
+
+def test_a_nan_weight_is_named_by_its_layer():
+    model, _ = make_model()
+    with torch.no_grad():
+        model.blocks[1]["up_proj"].weight[0, 0] = math.inf
+    model(TOKENS).float().sum().backward()
+    assert find_non_finite_layer(model) == "blocks.1.up_proj: fprop.w"
+
+
+def test_a_nan_that_starts_in_the_backward_is_named_where_the_backward_met_it_first():
+    model, _ = make_model()
+    hidden: list[torch.Tensor] = []
+    model.blocks[1]["down_proj"].register_forward_hook(lambda module, inputs, y: hidden.append(y))
+    y = model(TOKENS)
+    hidden[0].register_hook(lambda gradient: gradient * math.nan)
+    y.float().sum().backward()
+    assert find_non_finite_layer(model) == "blocks.1.down_proj: dgrad.dy"
+
+
+def test_a_nan_of_an_earlier_microbatch_of_the_step_is_still_named():
+    model, plan = make_model()
+    with torch.no_grad():
+        model.embedding.weight[3] = math.nan
+    model(TOKENS).float().sum().backward()
+    plan.position.start_microbatch(step=0, row_offset=32)
+    model(torch.full_like(TOKENS, 7)).float().sum().backward()
+    assert find_non_finite_layer(model) == "blocks.0.up_proj: fprop.x"
+    plan.position.start_microbatch(step=1, row_offset=0)
+    model(torch.full_like(TOKENS, 7)).float().sum().backward()
+    assert find_non_finite_layer(model) is None
