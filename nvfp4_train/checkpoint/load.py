@@ -1,0 +1,74 @@
+"""Loading, into any layout."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from nvfp4_train.checkpoint.error import CheckpointError
+from nvfp4_train.checkpoint.folder import CheckpointInfo, read_info
+from nvfp4_train.checkpoint.ranks import has_ranks
+from nvfp4_train.checkpoint.state import State
+
+NAMES_SHOWN = 5
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
+    """Copy a checkpoint into the tensors of `state`; all ranks call it.
+
+    Args:
+        path: A complete checkpoint, saved by any number of ranks.
+        state: From `collect_state`; each rank gets the part that it holds.
+        engine: Name of the engine that loads.
+
+    Raises:
+        CheckpointError: if the checkpoint is incomplete, from another engine, damaged, or of another model or
+            optimizer.
+    """
+    info = read_info(path)
+    if info.engine != engine:
+        raise CheckpointError(f"{path} was saved by the engine {info.engine}, this run uses {engine}")
+    try:
+        reader = dcp.FileSystemReader(path)
+        _check_same_tensors(path, reader.read_metadata(), _flatten(state))
+        dcp.load(state, storage_reader=reader, no_dist=not has_ranks())
+    except CheckpointException as error:
+        causes = sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()})
+        raise CheckpointError(f"{path} could not be read: {'; '.join(causes)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error}") from error
+    return info
+
+
+def _check_same_tensors(path: Path, saved: Metadata, wanted: dict[str, Tensor]) -> None:
+    """Compare names and shapes before anything is overwritten."""
+    stored = saved.state_dict_metadata
+    complaints = {
+        "not in the checkpoint": sorted(set(wanted) - set(stored)),
+        "only in the checkpoint": sorted(set(stored) - set(wanted)),
+        "of another shape": [
+            f"{name} (saved {tuple(entry.size)}, here {tuple(wanted[name].shape)})"
+            for name, entry in stored.items()
+            if name in wanted and isinstance(entry, TensorStorageMetadata) and entry.size != wanted[name].shape
+        ],
+    }
+    lines = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
+    if lines:
+        raise CheckpointError(f"{path} is of another model or optimizer. Tensors " + "; ".join(lines))
+
+
+def _flatten(state: State) -> dict[str, Tensor]:
+    """Name tensors as the storage does: keys joined by dots."""
+    named = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for name, tensors in state["optimizer"].items():
+        named |= {f"optimizer.{name}.{key}": tensor for key, tensor in tensors.items()}
+    return named
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,28 @@
+"""What is in a checkpoint: masters and optimizer state under the names of the model's parameters."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+State = dict[str, dict[str, Any]]
+
+
+def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """Return the tensors that a checkpoint holds; they are views, so loading into them changes model and optimizer.
+
+    In global coordinates (DTensors) and FP32, never a quantized copy, so any other layout can read them.
+
+    Returns:
+        `model`: parameter name to master; `optimizer`: parameter name to its state by name (`exp_avg`, ...).
+    """
+    parameters = dict(model.named_parameters())
+    return {
+        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "optimizer": {
+            name: {
+                key: value.detach() for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)
+            }
+            for name, parameter in parameters.items()
+        },
+    }

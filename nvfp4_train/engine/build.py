@@ -1,0 +1,66 @@
+"""From configuration to an engine: build on meta, precision, parallelize, materialize."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig
+from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.optimizer import OptimizerConfig
+from nvfp4_train.config.recipe import RecipeConfig
+from nvfp4_train.engine.base import Engine
+from nvfp4_train.engine.torch_engine import TorchEngine
+from nvfp4_train.model.hybrid import HybridLM, build_model
+from nvfp4_train.optim.build import build_optimizer
+from nvfp4_train.parallel.apply import parallelize
+from nvfp4_train.parallel.materialize import materialize
+from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.precision.apply import apply_precision
+from nvfp4_train.precision.coverage import PrecisionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model that no rank has a part of yet.
+
+    Args:
+        model: On the meta device, after the precision pass.
+        plan: Which Linear runs what, and the position that they share.
+        seed: Of its initialization and its stochastic rounding.
+    """
+
+    model: HybridLM
+    plan: PrecisionPlan
+    seed: int
+
+
+def prepare_model(model_cfg: ModelConfig, recipe_cfg: RecipeConfig, *, seed: int) -> PreparedModel:
+    """Build a model on the meta device and run the precision pass; needs neither ranks nor memory.
+
+    Raises:
+        ValueError: for a module whose shape does not fit its recipe.
+    """
+    with torch.device("meta"):
+        model = build_model(model_cfg)
+    plan = apply_precision(model, recipe_cfg, seed=seed)
+    return PreparedModel(model=model, plan=plan, seed=seed)
+
+
+def build_engine(
+    prepared: PreparedModel, *, mesh: Mesh, engine_cfg: EngineConfig, optimizer_cfg: OptimizerConfig
+) -> Engine:
+    """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it."""
+    match engine_cfg:
+        case TorchEngineConfig():
+            model = prepared.model
+            parallelize(model, mesh=mesh, engine_cfg=engine_cfg, compute_dtype=model.compute_dtype)
+            materialize(model, mesh=mesh, seed=prepared.seed)
+            return TorchEngine(
+                model,
+                optimizer=build_optimizer(model, optimizer_cfg),
+                mesh=mesh,
+                position=prepared.plan.position,
+                max_grad_norm=optimizer_cfg.clip_grad_norm,
+                keeps_weights_gathered=not engine_cfg.reshard_after_forward,
+            )
+    raise AssertionError(f"no engine for {type(engine_cfg).__name__}")

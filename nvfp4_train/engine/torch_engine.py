@@ -1,0 +1,113 @@
+"""The engine made of PyTorch's own parts: FSDP2, fused AdamW, distributed checkpoints."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nvfp4_train.checkpoint.load import load_checkpoint
+from nvfp4_train.checkpoint.save import save_checkpoint
+from nvfp4_train.checkpoint.state import collect_state
+from nvfp4_train.data.batch import Batch
+from nvfp4_train.engine.base import Forward, LossSum
+from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.optim.update import apply_update
+from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
+from nvfp4_train.parallel.fsdp import prepare_backward, reshard
+from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.precision.high_precision import high_precision
+from nvfp4_train.precision.position import RoundingPosition
+
+
+class TorchEngine:
+    """See `Engine`.
+
+    Args:
+        model: After the parallel pass, with values.
+        optimizer: Over its parameters.
+        mesh: Of all ranks.
+        position: Where its QuantizedLinears round; moved by this engine only.
+        max_grad_norm: Largest global gradient norm; 0 does not clip.
+        keeps_weights_gathered: Whether a microbatch uses the weights that the one before it gathered.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        model: HybridLM,
+        *,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        position: RoundingPosition,
+        max_grad_norm: float,
+        keeps_weights_gathered: bool,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.step = 0
+        self._optimizer = optimizer
+        self._position = position
+        self._max_grad_norm = max_grad_norm
+        self._keeps_weights_gathered = keeps_weights_gathered
+
+    def forward_backward(self, batches: list[Batch], denominator: Tensor) -> Tensor:
+        """Add up the gradients of one step; see `Engine`."""
+        total = torch.zeros((), device=self.mesh.device)
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            prepare_backward(self.model, is_last=is_last, keeps_gathered=self._keeps_weights_gathered)
+            loss_sum = self._forward(batch)
+            (loss_sum / denominator).backward()
+            total += loss_sum.detach()
+        return self.mesh.sum_over_data(total) / denominator
+
+    def optimizer_step(self, lr: float) -> Tensor:
+        """Clip the gradients, update the parameters and forget the gradients; see `Engine`."""
+        parameters = list(self.model.parameters())
+        norm = global_grad_norm(parameters)
+        if self._max_grad_norm:
+            clip_gradients(parameters, norm=norm, max_norm=self._max_grad_norm)
+        apply_update(self._optimizer, lr=lr, skip=(~norm.isfinite()).to(torch.float32))
+        self._position.weights_changed()
+        self.step += 1
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, *, forward: Forward) -> LossSum:
+        """Take the loss of one microbatch per rank; see `Engine`."""
+        with high_precision(self._position) if forward is Forward.bf16 else nullcontext():
+            loss_sum = self._forward(batch)
+        # Without a backward nothing else frees the gathered weights, and the next forward would use them even after a
+        # load.
+        reshard(self.model)
+        num_labels = batch.num_labels().to(self.mesh.device)
+        return LossSum(loss_sum=self.mesh.sum_over_data(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
+
+    def save(self, path: Path, metadata: dict[str, Any]) -> None:
+        """Save a checkpoint; see `Engine`."""
+        state = collect_state(self.model, self._optimizer)
+        save_checkpoint(path, state, engine=self.name, step=self.step, metadata=metadata)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Continue from a checkpoint; see `Engine`."""
+        loaded = load_checkpoint(path, collect_state(self.model, self._optimizer), engine=self.name)
+        self.step = loaded.step
+        self._position.weights_changed()
+        return loaded.metadata
+
+    def close(self) -> None:
+        """Free gathered weights and gradients."""
+        reshard(self.model)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Return the sum of the cross-entropy over this rank's microbatch."""
+        self._position.start_microbatch(step=self.step, row_offset=batch.microbatch_index * batch.tokens.numel())
+        local = batch.to(self.mesh.device)
+        return self.model(
+            local.tokens, document_ids=local.document_ids, position_ids=local.position_ids, labels=local.labels
+        )

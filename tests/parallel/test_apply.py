@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from nvfp4_train.config.run import Device
+from nvfp4_train.model.hybrid import build_model
+from nvfp4_train.parallel.apply import parallelize
+from nvfp4_train.parallel.mesh import build_mesh
+from nvfp4_train.parallel.runtime import start_runtime, stop_runtime
+from tests.support.tiny import data_parallel, tiny_model, torch_engine
+
+
+@pytest.fixture
+def mesh():
+    yield build_mesh(data_parallel(), start_runtime(Device.cpu))
+    stop_runtime()
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_names_and_shapes_survive_and_every_parameter_is_distributed(mesh, tie_embeddings):
+    with torch.device("meta"):
+        model = build_model(tiny_model(tie_embeddings=tie_embeddings))
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
+    parallelize(model, mesh=mesh, engine_cfg=torch_engine(), compute_dtype=torch.bfloat16)
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
+    for name, parameter in model.named_parameters():
+        assert parameter.device_mesh == mesh.fsdp_mesh, name
+        assert parameter.dtype is torch.float32

@@ -1,0 +1,183 @@
+"""What FSDP2 does to dtypes and gradients, which the engine relies on."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nvfp4_train.config.recipe import ComputeDtype
+from nvfp4_train.data.batch import Batch
+from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.model.init import init_parameters
+from nvfp4_train.parallel.apply import parallelize
+from nvfp4_train.parallel.fsdp import fsdp_modules, prepare_backward, reshard
+from nvfp4_train.parallel.materialize import materialize
+from nvfp4_train.parallel.mesh import Mesh, build_mesh
+from nvfp4_train.parallel.runtime import Runtime
+from nvfp4_train.precision.apply import apply_precision
+from nvfp4_train.precision.linear import QuantizedLinear
+from tests.support.ranks import run_on_ranks
+from tests.support.recipes import cast_recipe
+from tests.support.tiny import data_parallel, tiny_batches, tiny_model, torch_engine
+
+
+@dataclass
+class Seen:
+    """What the parameters of a model looked like.
+
+    Args:
+        weights: Dtype that each parameter's own module saw in forward.
+        gradients: Full gradient of each parameter.
+        gathered: Names of parameters that were not sharded after forward and backward, and after an evaluation.
+    """
+
+    weights: dict[str, torch.dtype]
+    gradients: dict[str, Tensor]
+    gathered: tuple[list[str], list[str]]
+
+
+def build_bf16(mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool = True) -> HybridLM:
+    with torch.device("meta"):
+        model = HybridLM(tiny_model(tie_embeddings=tie_embeddings))
+    apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
+    engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward)
+    parallelize(model, mesh=mesh, engine_cfg=engine_cfg, compute_dtype=model.compute_dtype)
+    materialize(model, mesh=mesh, seed=0)
+    return model
+
+
+def watch_weights(model: nn.Module) -> dict[str, torch.dtype]:
+    seen = {}
+
+    def note(prefix: str, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            seen[f"{prefix}.{name}"] = parameter.dtype
+
+    for prefix, module in model.named_modules():
+        module.register_forward_pre_hook(lambda module, args, prefix=prefix: note(prefix, module))
+    return seen
+
+
+def gathered(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not hasattr(parameter, "placements")]
+
+
+def run_step(model: HybridLM, batches: list[Batch], *, keeps_gathered: bool = False) -> None:
+    for index, batch in enumerate(batches):
+        prepare_backward(model, is_last=index == len(batches) - 1, keeps_gathered=keeps_gathered)
+        loss = model(
+            batch.tokens, document_ids=batch.document_ids, position_ids=batch.position_ids, labels=batch.labels
+        )
+        (loss / 100).backward()
+
+
+def look(runtime: Runtime, tie_embeddings: bool, reshard_after_forward: bool) -> Seen:
+    mesh = build_mesh(data_parallel(), runtime)
+    model = build_bf16(mesh, tie_embeddings=tie_embeddings, reshard_after_forward=reshard_after_forward)
+    weights = watch_weights(model)
+    batches = tiny_batches(step=0)[mesh.dp_rank :: mesh.dp_degree]
+    run_step(model, batches, keeps_gathered=not reshard_after_forward)
+    after_step = gathered(model)
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    batch = tiny_batches(step=0)[mesh.dp_rank]
+    with torch.no_grad():
+        model(batch.tokens, document_ids=batch.document_ids)
+    reshard(model)
+    return Seen(weights, gradients, (after_step, gathered(model)))
+
+
+def look_at_all(runtime: Runtime) -> dict[tuple[bool, bool], Seen]:
+    cases = [(False, True), (True, True), (False, False)]
+    return {(tied, freed): look(runtime, tied, freed) for tied, freed in cases}
+
+
+def gradients_by_microbatch(runtime: Runtime) -> list[dict[str, Tensor]]:
+    """Gradient of each microbatch alone, on one rank that holds everything."""
+    mesh = build_mesh(data_parallel(), runtime)
+    model = build_bf16(mesh, tie_embeddings=False)
+    found = []
+    for batch in tiny_batches(step=0):
+        run_step(model, [batch])
+        found.append({name: parameter.grad.full_tensor().clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[dict[tuple[bool, bool], Seen]]:
+    return run_on_ranks(look_at_all, 2)
+
+
+@pytest.fixture(scope="module")
+def by_microbatch() -> list[dict[str, Tensor]]:
+    return run_on_ranks(gradients_by_microbatch, 1)[0]
+
+
+@pytest.mark.distributed
+def test_linears_see_bf16_and_everything_else_fp32(on_two_ranks):
+    with torch.device("meta"):
+        model = HybridLM(tiny_model())
+    apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    for seen in on_two_ranks:
+        found = seen[False, True].weights
+        assert found.keys() == dict(model.named_parameters()).keys()
+        assert {name for name, dtype in found.items() if dtype is torch.bfloat16} == linears
+        assert {dtype for name, dtype in found.items() if name not in linears} == {torch.float32}
+
+
+@pytest.mark.distributed
+def test_gradients_are_the_fp32_sums_of_the_microbatches_without_any_rounding(on_two_ranks, by_microbatch):
+    """Two ranks add up two microbatches each, and then each other's sums; a BF16 detour anywhere would show."""
+    for seen in on_two_ranks:
+        for name, found in seen[False, True].gradients.items():
+            first, second, third, fourth = (gradients[name] for gradients in by_microbatch)
+            assert found.dtype is torch.float32
+            assert torch.equal(found, (first + third) + (second + fourth)), name
+            # A row of the embedding's gradient is a BF16 number where its token occurs once.
+            needs_fp32 = (first != first.bfloat16()).float().mean()
+            if found.ndim == 2:
+                assert needs_fp32 > (0.05 if name == "embedding.weight" else 0.9), f"{name} is made of BF16 numbers"
+
+
+@pytest.mark.distributed
+def test_keeping_weights_gathered_changes_no_gradient(on_two_ranks):
+    for seen in on_two_ranks:
+        freed, kept = seen[False, True].gradients, seen[False, False].gradients
+        assert all(torch.equal(freed[name], kept[name]) for name in freed)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_gradients_are_those_of_the_model_that_is_not_sharded(on_two_ranks, tie_embeddings):
+    plain = plain_gradients(tie_embeddings=tie_embeddings)
+    for seen in on_two_ranks:
+        found = seen[tie_embeddings, True].gradients
+        assert found.keys() == plain.keys()
+        for name in found:
+            # The same numbers, added up in another order: FP32 rounding only.
+            torch.testing.assert_close(found[name], plain[name], rtol=1e-4, atol=1e-7)
+
+
+def plain_gradients(*, tie_embeddings: bool) -> dict[str, Tensor]:
+    model = HybridLM(tiny_model(tie_embeddings=tie_embeddings))
+    apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
+    init_parameters(model, model.cfg, seed=0)
+    for batch in tiny_batches(step=0):
+        loss = model(
+            batch.tokens, document_ids=batch.document_ids, position_ids=batch.position_ids, labels=batch.labels
+        )
+        (loss / 100).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.distributed
+def test_no_weight_stays_gathered_after_a_step_or_an_evaluation(on_two_ranks):
+    for seen in on_two_ranks:
+        for case in seen.values():
+            assert case.gathered == ([], [])
+
+
+def test_a_plain_module_has_no_groups():
+    assert fsdp_modules(nn.Linear(2, 2)) == []

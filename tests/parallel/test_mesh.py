@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from nvfp4_train.config.batch import BatchConfig, RampConfig
+from nvfp4_train.config.run import Device
+from nvfp4_train.parallel.mesh import build_mesh
+from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import data_parallel
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    yield start_runtime(Device.cpu)
+    stop_runtime()
+
+
+def batch(*, micro: int, total: int, ramp: tuple[int, int, int] = (0, 0, 0)) -> BatchConfig:
+    start, increment, tokens = ramp
+    return BatchConfig(
+        sequence_length=16,
+        micro_batch_size=micro,
+        global_batch_size=total,
+        ramp=RampConfig(start=start, increment=increment, tokens=tokens),
+    )
+
+
+def test_one_rank_is_a_mesh_of_ones(runtime):
+    mesh = build_mesh(data_parallel(), runtime)
+    assert (mesh.dp_rank, mesh.dp_degree, mesh.degree("dp_shard"), mesh.degree("dp_replicate")) == (0, 1, 1, 1)
+    value = torch.tensor([1.5, 2.0])
+    total = mesh.sum_over_data(value)
+    assert torch.equal(total, value)
+    assert total is not value
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks_are_refused(runtime):
+    with pytest.raises(
+        ValueError, match=r"dp_replicate_degree 2 x dp_shard_degree 3 = 6, but there are 1 ranks; start 6"
+    ):
+        build_mesh(data_parallel(replicate=2, shard=3), runtime)
+    with pytest.raises(ValueError, match=r"dp_replicate_degree 2 x dp_shard_degree 1 = 2, but there are 1 ranks"):
+        build_mesh(data_parallel(replicate=2), runtime)
+
+
+def test_a_batch_that_does_not_split_evenly_is_refused(runtime):
+    mesh = build_mesh(data_parallel(), runtime)
+    mesh.check_batch(batch(micro=2, total=8))
+    mesh.check_batch(batch(micro=2, total=8, ramp=(4, 2, 100)))
+
+
+def describe_meshes(runtime: Runtime) -> dict[str, tuple]:
+    found = {}
+    for name, cfg in {
+        "replicate": data_parallel(replicate=4),
+        "shard": data_parallel(),
+        "hybrid": data_parallel(replicate=2),
+    }.items():
+        mesh = build_mesh(cfg, runtime)
+        total = mesh.sum_over_data(torch.tensor(10.0**runtime.rank))
+        complaints = []
+        for sizes in (batch(micro=2, total=12), batch(micro=2, total=16, ramp=(8, 4, 100))):
+            with pytest.raises(ValueError, match="must be a multiple of") as caught:
+                mesh.check_batch(sizes)
+            complaints.append(str(caught.value))
+        found[name] = (mesh.dp_rank, mesh.dp_degree, mesh.fsdp_mesh.shape, total.item(), complaints)
+    return found
+
+
+@pytest.mark.distributed
+def test_four_ranks():
+    found = run_on_ranks(describe_meshes, 4)
+    complaints = [
+        "batch.global_batch_size = 12 must be a multiple of micro_batch_size x data-parallel ranks = 2 x 4 = 8; "
+        "change one of the three",
+        "batch.ramp.increment = 4 must be a multiple of micro_batch_size x data-parallel ranks = 2 x 4 = 8; "
+        "change one of the three",
+    ]
+    for rank, meshes in enumerate(found):
+        assert meshes == {
+            "replicate": (rank, 4, (4, 1), 1111.0, complaints),
+            "shard": (rank, 4, (4,), 1111.0, complaints),
+            "hybrid": (rank, 4, (2, 2), 1111.0, complaints),
+        }

@@ -1,0 +1,90 @@
+"""Configurations and batches small enough for a test, complete enough to touch every kind of block."""
+
+from dataclasses import replace
+
+import torch
+
+from nvfp4_train.config.engine import TorchEngineConfig
+from nvfp4_train.config.model import (
+    Activation,
+    AttentionConfig,
+    MambaConfig,
+    MlpConfig,
+    ModelConfig,
+    NormGroup,
+    Position,
+)
+from nvfp4_train.config.optimizer import AdamWConfig
+from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.data.batch import IGNORE_INDEX, Batch
+
+VOCAB_SIZE = 64
+SEQUENCE_LENGTH = 32
+
+
+def tiny_model(pattern: str = "M-*-", *, tie_embeddings: bool = False) -> ModelConfig:
+    """A hybrid of about 30 k parameters whose Linears all have dims that 16 divides; heads and groups are few but not
+    one.
+    """
+    return ModelConfig(
+        pattern=pattern,
+        d_model=32,
+        vocab_size=VOCAB_SIZE,
+        norm_eps=1e-5,
+        tie_embeddings=tie_embeddings,
+        init_std=0.05,
+        rescale_prenorm_residual=True,
+        mamba=MambaConfig(
+            num_heads=16,  # two groups of 2 x 64 + 2 x 16 + 8 rows: in_proj has 336
+            d_head=8,
+            d_state=16,
+            num_groups=2,
+            d_conv=4,
+            chunk_size=16,
+            conv_bias=True,
+            norm_group=NormGroup.group,
+            dt_init_min=1e-3,
+            dt_init_max=0.1,
+            dt_init_floor=1e-4,
+            dt_min=0.0,
+            dt_max=float("inf"),
+        ),
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, d_head=16, position=Position.none, rope_theta=1e4),
+        mlp=MlpConfig(d_ff=64, activation=Activation.squared_relu),
+    )
+
+
+def tiny_optimizer(**changes: float) -> AdamWConfig:
+    cfg = AdamWConfig(weight_decay=0.1, clip_grad_norm=1.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    return replace(cfg, **changes)
+
+
+def data_parallel(*, replicate: int = 1, shard: int = -1) -> ParallelConfig:
+    return ParallelConfig(dp_replicate_degree=replicate, dp_shard_degree=shard)
+
+
+def torch_engine(*, reshard_after_forward: bool = True) -> TorchEngineConfig:
+    return TorchEngineConfig(reshard_after_forward=reshard_after_forward)
+
+
+def tiny_batches(*, step: int, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:
+    """All microbatches of a step, each with two documents in a row and some labels that do not count."""
+    rng = torch.Generator().manual_seed(1000 + step)
+    shape = (micro_batch_size, SEQUENCE_LENGTH)
+    batches = []
+    for index in range(num_microbatches):
+        tokens = torch.randint(VOCAB_SIZE, (micro_batch_size, SEQUENCE_LENGTH + 1), generator=rng)
+        boundary = int(torch.randint(4, SEQUENCE_LENGTH - 4, (), generator=rng))
+        place = torch.arange(SEQUENCE_LENGTH).expand(shape)
+        labels = tokens[:, 1:].clone()
+        labels[:, boundary - 1] = IGNORE_INDEX
+        batches.append(
+            Batch(
+                tokens=tokens[:, :-1].contiguous(),
+                labels=labels,
+                document_ids=(place >= boundary).to(torch.int32),
+                position_ids=torch.where(place >= boundary, place - boundary, place),
+                microbatch_index=index,
+            )
+        )
+    return batches
