@@ -1,0 +1,106 @@
+"""What a finished run tells its user."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nvfp4_train.analysis.figures import PlotsMissingError, plot_loss_curve
+from nvfp4_train.analysis.runs import Run, Series, load_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A loss at the start and at the end of a run; None where it was not logged."""
+
+    start: float | None
+    end: float | None
+
+    def __str__(self) -> str:
+        start, end = ("not logged" if value is None else f"{value:.4f}" for value in (self.start, self.end))
+        return f"{start} -> {end}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """The numbers of a run that people ask for first.
+
+    Args:
+        num_parameters: Number of parameters.
+        step: Optimizer steps.
+        tokens: Tokens trained on.
+        train_loss: Training loss of the first and the last logged step.
+        val_loss: Validation loss with the recipe on, before the first step and of the final weights.
+        val_loss_bf16: The same in BF16, from the same weights.
+        tokens_per_second: Of all ranks together, without evaluation and saving; None if no step was logged.
+        fp4_share_of_linear_flops: Share of the Linears' FLOPs, forward and backward, with both operands in 4 bits.
+        run_folder: Where everything is.
+        figure: PNG of the loss curve, or why there is none.
+    """
+
+    num_parameters: int
+    step: int
+    tokens: int
+    train_loss: Change
+    val_loss: Change
+    val_loss_bf16: Change
+    tokens_per_second: float | None
+    fp4_share_of_linear_flops: float
+    run_folder: str
+    figure: str
+
+
+def report_run(path: Path) -> str:
+    """Draw the loss curve of a run folder, write its ``summary.json`` and return the summary as text.
+
+    Raises:
+        ValueError: ``path`` is not the folder of a run.
+    """
+    run = load_run(path)
+    figure = str(path / "loss.png")
+    try:
+        plot_loss_curve(run, path=path / "loss.png")
+    except PlotsMissingError as error:
+        figure = f"none: {error}"
+    summary = summarize(run, figure=figure)
+    (path / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    return format_summary(summary)
+
+
+def summarize(run: Run, *, figure: str) -> RunSummary:
+    """Take the numbers of a summary from a run; ``figure`` is the path of its loss curve."""
+    last = run.rows[-1] if run.rows else {}
+    return RunSummary(
+        num_parameters=run.num_parameters,
+        step=int(last.get("step", 0)),
+        tokens=int(last.get("tokens", 0)),
+        train_loss=_change(run.series("train/loss")),
+        val_loss=_change(run.series("val/loss")),
+        val_loss_bf16=_change(run.series("val/loss_bf16")),
+        tokens_per_second=run.tokens_per_second,
+        fp4_share_of_linear_flops=run.coverage["flops_share_low_precision"],
+        run_folder=str(run.path),
+        figure=figure,
+    )
+
+
+def format_summary(summary: RunSummary) -> str:
+    """Write a summary for a person, one fact a line."""
+    speed = summary.tokens_per_second
+    facts = {
+        "parameters": f"{summary.num_parameters:,}",
+        "tokens": f"{summary.tokens:,} in {summary.step:,} steps",
+        "training loss": summary.train_loss,
+        "validation loss": f"{summary.val_loss} with the recipe on",
+        "": f"{summary.val_loss_bf16} in BF16, from the same weights",
+        "throughput": "not logged" if speed is None else f"{speed:,.0f} tokens/s",
+        "Linear FLOPs in FP4": f"{100 * summary.fp4_share_of_linear_flops:.1f} %",
+        "run folder": summary.run_folder,
+        "loss curve": summary.figure,
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
+
+
+def _change(series: Series) -> Change:
+    values = series.values
+    return Change(start=values[0] if values else None, end=values[-1] if values else None)

@@ -1,0 +1,165 @@
+"""Decides what a run starts from, before anything is built or written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nvfp4_train.checkpoint.folder import is_complete, latest_checkpoint, read_metadata
+from nvfp4_train.config.difference import Difference, config_difference, refused_differences
+from nvfp4_train.config.train import ResumeMode
+from nvfp4_train.train.run_folder import RunFolder
+from nvfp4_train.train.state import TrainState
+
+# Keys that say what this start is; that they differ tells nobody anything.
+EXPECTED = ("run.name", "run.dir", "resume", "resume_mode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the user asked for.
+
+    Args:
+        resume: auto, never, or the path of a checkpoint or of a run folder.
+        mode: What may change where ``resume`` is a path.
+        config: The new run's resolved configuration, as ``load_yaml`` gives it.
+    """
+
+    resume: str
+    mode: ResumeMode
+    config: Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a run starts from.
+
+    Args:
+        checkpoint: A complete checkpoint; None starts from the initialization.
+        metadata: What that checkpoint records: ``train_state``, ``data``, ``config``.
+        is_own: Whether the checkpoint lies in the run's own folder, so that its metric rows go on.
+        mode: What may differ from the checkpoint's run.
+        differences: Keys that do differ, all of them allowed.
+        lineage: What ``lineage.json`` records of a run that starts from another run's checkpoint.
+    """
+
+    checkpoint: Path | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_own: bool = False
+    mode: ResumeMode = ResumeMode["continue"]
+    differences: tuple[Difference, ...] = ()
+    lineage: Mapping[str, object] | None = None
+
+    def state(self) -> TrainState:
+        """Return a new copy of where the checkpoint stands."""
+        return TrainState(**self.metadata.get("train_state", {}))
+
+
+def decide_start(request: Request, *, folder: RunFolder) -> Start:
+    """Decide what the run in ``folder`` starts from. Reads only.
+
+    Raises:
+        ValueError: The folder is taken, or the configuration differs where it must not.
+        CheckpointError: There is no usable checkpoint where ``resume`` points.
+    """
+    if request.resume == "never":
+        return _start_afresh(folder)
+    own = latest_checkpoint(folder.checkpoints)
+    if request.resume != "auto":
+        return _start_from_path(request, own=own, folder=folder)
+    return Start() if own is None else _continue_own(own, request=request, folder=folder)
+
+
+def check_data(start: Start, data: Mapping[str, object]) -> bool:
+    """Compare the data of this run with those that the checkpoint was trained on.
+
+    Args:
+        start: What the run starts from.
+        data: ``fingerprint``, ``sequence_length`` and ``seed``, which together are the order of the data.
+
+    Returns:
+        Whether the run reads on where the checkpoint stopped; a fork onto other data begins at its first sequence.
+
+    Raises:
+        ValueError: A run that is no fork finds other text than it was started with.
+    """
+    if start.checkpoint is None or start.metadata["data"] == data:
+        return True
+    before, now = start.metadata["data"]["fingerprint"], data["fingerprint"]
+    if start.mode is ResumeMode.fork:
+        return False
+    raise ValueError(
+        f"the data are not those that {start.checkpoint} was trained on\n"
+        f"    found:    fingerprint {now}\n    expected: fingerprint {before}\n"
+        "    fix:      restore the text (or data.cache_dir), or fork onto the new data: "
+        f"resume={start.checkpoint} resume_mode=fork run.name=NEW_NAME"
+    )
+
+
+def _start_afresh(folder: RunFolder) -> Start:
+    if folder.is_used:
+        raise ValueError(
+            f"the run folder {folder.path} exists, and resume=never does not overwrite it\n"
+            "    fix: run.name=NEW_NAME starts another run, resume=auto continues this one"
+        )
+    return Start()
+
+
+def _continue_own(checkpoint: Path, *, request: Request, folder: RunFolder) -> Start:
+    metadata = read_metadata(checkpoint)
+    differences = _compare(metadata, request.config, mode=ResumeMode["continue"], checkpoint=checkpoint)
+    return Start(
+        checkpoint=checkpoint, metadata=metadata, is_own=True, differences=differences, lineage=folder.read_lineage()
+    )
+
+
+def _start_from_path(request: Request, *, own: Path | None, folder: RunFolder) -> Start:
+    checkpoint = _find_checkpoint(Path(request.resume))
+    if own is not None:
+        lineage = folder.read_lineage() or {}
+        if lineage.get("resume") != request.resume and not (checkpoint.exists() and own.samefile(checkpoint)):
+            raise ValueError(
+                f"the run folder {folder.path} has checkpoints of its own, the newest is {own.name}; "
+                f"it cannot start from {checkpoint}\n"
+                "    fix: run.name=NEW_NAME starts another run from there, resume=auto continues this one"
+            )
+        return _continue_own(own, request=request, folder=folder)
+    metadata = read_metadata(checkpoint)
+    differences = _compare(metadata, request.config, mode=request.mode, checkpoint=checkpoint)
+    lineage = {
+        "resume": request.resume,
+        "resume_mode": request.mode.value,
+        "checkpoint": str(checkpoint.resolve()),
+        "step": metadata["train_state"]["step"],
+        "tokens": metadata["train_state"]["tokens"],
+        "differences": {item.key: {"old": item.old, "new": item.new} for item in differences},
+    }
+    return Start(checkpoint=checkpoint, metadata=metadata, mode=request.mode, differences=differences, lineage=lineage)
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that is at ``path``, or the newest one of the run folder there."""
+    if not is_complete(path):
+        newest = latest_checkpoint(path / "checkpoints")
+        if newest is not None:
+            return newest
+    return path
+
+
+def _compare(
+    metadata: Mapping[str, Any], config: Mapping[str, object], *, mode: ResumeMode, checkpoint: Path
+) -> tuple[Difference, ...]:
+    differences = [item for item in config_difference(metadata["config"], config) if item.key not in EXPECTED]
+    refused = refused_differences(differences, mode=mode)
+    if not refused:
+        return tuple(differences)
+    lines = "\n".join(f"    {item}" for item in refused)
+    if mode is ResumeMode.fork:
+        raise ValueError(
+            f"a fork cannot change what gives the weights their shape; it starts from {checkpoint}\n{lines}"
+        )
+    raise ValueError(
+        f"the configuration is not the one of {checkpoint}, and these keys change its state or data order:\n{lines}\n"
+        "    fix: put them back, or start another run with run.name=NEW_NAME; to keep these weights add "
+        f"resume={checkpoint} resume_mode=fork"
+    )
