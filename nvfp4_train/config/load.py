@@ -178,14 +178,14 @@ def _apply(tree: DictConfig, override: Override, keys: list[str], problems: list
     elif "/" in key or any(key.startswith(f"{known}.") for known in keys):
         problems.append(Problem(key=key, value=value, rule="unknown key", fix=key_fix(key, keys)))
     else:
-        OmegaConf.update(tree, key, value, merge=True, force_add=True)
+        OmegaConf.update(tree, key, value, merge=key not in keys, force_add=True)
 
 
 def _resolve(node: DictConfig, problems: list[Problem], *, prefix: str = "") -> dict[str, object]:
     """Return a tree as nested dicts with interpolations resolved; REPORTED where that fails."""
     values: dict[str, object] = {}
     for name in node:  # an unknown mapping may have keys that are not text
-        key = f"{prefix}{name}"
+        key = prefix + str(name)
         if OmegaConf.is_missing(node, name):
             values[str(name)] = MISSING
             continue

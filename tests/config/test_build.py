@@ -32,13 +32,13 @@ def test_every_leaf_has_a_group():
 
 def test_unknown_missing_and_wrong_values_are_reported_together(values):
     values["model"]["mamba"]["num_head"] = 3
-    values["zoo"] = {"lion": {"mane": 1}}
+    values["zoo"] = {"lion": {"fur": 1}}
     values["recipe"]["linear"]["fprop"]["x"]["block"] = "row_1x32"
     del values["batch"]["micro_batch_size"]
     values["logging"]["profile"] = 3
     assert set(keys_of(values)) == {
         "model.mamba.num_head",
-        "zoo.lion.mane",
+        "zoo.lion.fur",
         "recipe.linear.fprop.x.block",
         "batch.micro_batch_size",
         "logging.profile",

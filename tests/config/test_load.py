@@ -112,7 +112,7 @@ WRONG = {
     "+experiment=demo": ("+experiment=demo", "neither added nor removed", "experiment=demo"),
     "++run.seed=1": ("++run.seed=1", "neither added nor removed", "run.seed=1"),
     "~recipe": ("~recipe", "neither added nor removed", "recipe=VALUE"),
-    "modle.d_model=256": ("modle.d_model", "unknown key", "did you mean model.d_model?"),
+    "modl.d_model=256": ("modl.d_model", "unknown key", "did you mean model.d_model?"),
     "model.mamba.num_head=3": ("model.mamba.num_head", "unknown key", "did you mean model.mamba.num_heads?"),
     "lr=1": ("lr", "unknown key", "did you mean scheduler.max_lr"),
     "hydra.run.dir=x": ("hydra.run.dir", "unknown key", "did you mean run.dir?"),
@@ -120,7 +120,7 @@ WRONG = {
     "model.d_model.x=3": ("model.d_model.x", "unknown key", "did you mean model.d_model?"),
     "model.attention={num_head: 3}": ("model.attention.num_head", "unknown key", "num_heads?"),
     "batch.ramp=3": ("batch.ramp", "group of keys", "batch.ramp.KEY=VALUE"),
-    "parallel=defualt": ("parallel", "configs/parallel", "did you mean default?"),
+    "parallel=dfault": ("parallel", "configs/parallel", "did you mean default?"),
     "logging=null": ("logging", "configs/logging", "choices: default"),
     "optimizer=sgd": ("optimizer", "configs/optimizer", "choices: adamw"),
     "run.seed=abc": ("run.seed", "whole number", "run.seed=16"),
@@ -130,6 +130,10 @@ WRONG = {
     "data=text_files": ("data.paths", "needs a value", "data.paths=..."),
     "model.norm_eps='${nope}'": ("model.norm_eps", "not found", "a key that exists"),
     "run.name=a/b": ("run.name", "folder name", "run.name=my_run"),
+    "recipe.keep_bf16.modules={}": ("recipe.keep_bf16.modules", "list of texts", "='[a,b]'"),
+    "recipe.gemm={1: 2}": ("recipe.gemm", "one of auto", "choices: auto"),
+    "zoo={1: 2}": ("zoo.1", "unknown key", "groups and keys"),
+    "resume='${.nope}'": ("resume", "not found", "a key that exists"),
 }
 
 

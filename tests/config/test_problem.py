@@ -90,7 +90,7 @@ def test_a_rule_about_an_unset_field_is_skipped_and_the_others_speak():
 def test_a_rule_that_reads_what_does_not_exist_is_a_mistake_of_ours():
     cfg = Outer(width=1.0, inner=Inner(size=3))
     with pytest.raises(AttributeError):
-        violations(cfg, Rule("width", lambda: cfg.widht > 0, "r", "f"))
+        violations(cfg, Rule("width", lambda: cfg.widt > 0, "r", "f"))
 
 
 def test_is_complete_looks_inside():

@@ -8,7 +8,7 @@ KEYS = ["batch.sequence_length", "batch.ramp.start", "model.d_model", "model.mam
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("modle.d_model", "model.d_model"),
+        ("modl.d_model", "model.d_model"),
         ("model.d_modl", "model.d_model"),
         ("d_model", "model.d_model"),
         ("optimizer.max_lr", "scheduler.max_lr"),
