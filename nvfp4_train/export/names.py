@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_train.config.model import AttentionConfig, MambaConfig, ModelConfig
+from nvfp4_train.config.model import Activation, AttentionConfig, MambaConfig, ModelConfig
 from nvfp4_train.config.pattern import LayerKind
 
 PREFIX = "backbone"  # on disk; what transformers, ModelOpt, vLLM and TensorRT-LLM write and read
@@ -106,7 +106,7 @@ def _mixer_entries(kind: LayerKind, *, cfg: ModelConfig, ours: str, theirs: str)
         case LayerKind.attention:
             return _attention_entries(cfg.attention, ours=ours, theirs=theirs)
         case LayerKind.mlp:
-            if cfg.mlp.activation != "squared_relu":
+            if cfg.mlp.activation is not Activation.squared_relu:
                 raise ValueError(f"NemotronH holds squared_relu MLPs only, got {cfg.mlp.activation}")
             return _same(ours, theirs, ("up_proj.weight", "down_proj.weight"))
 

@@ -43,12 +43,12 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
         logits, labels = ctx.saved_tensors
         counted = labels != IGNORE_INDEX
-        target = labels.where(counted, 0)[:, None]
+        target = labels.where(counted, 0)
         row_grad = torch.where(counted, grad_loss, 0.0)[:, None]
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits):
             grad = logits[rows].to(_precise(logits)).softmax(dim=-1)
-            grad.scatter_add_(1, target[rows], grad.new_full(target[rows].shape, -1.0))
+            grad[torch.arange(len(grad), device=grad.device), target[rows]] -= 1
             grad_logits[rows] = grad.mul_(row_grad[rows])
         return grad_logits, None
 

@@ -9,7 +9,7 @@ from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.linear import Linear
 from nvfp4_train.model.norm import GatedRMSNorm
-from nvfp4_train.model.ssd import ssd_scan
+from nvfp4_train.model.ssd import scale_heads, ssd_scan
 
 
 class Scan(nn.Module):
@@ -40,9 +40,8 @@ class Scan(nn.Module):
         heads = x.shape[2:4]
         step = F.softplus(dt + self.dt_bias.view(heads)).clamp(self.cfg.dt_min, self.cfg.dt_max)
         y = ssd_scan(
-            x,
+            scale_heads(x, step),
             log_decay=-step * self.A_log.exp().view(heads),
-            dt=step,
             b=b,
             c=c,
             document_ids=documents.ids,

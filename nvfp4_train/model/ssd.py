@@ -18,46 +18,48 @@ class _ChunkMasks:
     carries: Tensor  # [B, L, 1, 1]: the state at the chunk's start outlives the chunk
 
 
-def ssd_scan(
-    x: Tensor, *, log_decay: Tensor, dt: Tensor, b: Tensor, c: Tensor, document_ids: Tensor, chunk_size: int
-) -> Tensor:
-    """Run ``state = exp(log_decay_t) * state + dt_t * x_t b_t^T``, ``y_t = state c_t`` for every head.
+def ssd_scan(x: Tensor, *, log_decay: Tensor, b: Tensor, c: Tensor, document_ids: Tensor, chunk_size: int) -> Tensor:
+    """Run ``state = exp(log_decay_t) * state + x_t b_t^T``, ``y_t = state c_t`` for every head.
 
     Within a chunk of tokens the recurrence is one masked matrix product, between chunks a short loop over states: cost
-    and memory are linear in S. Products take the dtype of ``x``; states and decays are FP32 (FP64 if ``x`` is).
+    and memory are linear in S. Products take the dtype of ``x``; states and decays are FP32 (FP64 if ``x`` is), and
+    decays are rounded to the dtype of ``x`` only where they enter a product.
 
     Documents are isolated bit for bit: sums of log-decays are taken over one document only, so that not even rounding
     passes from one to the next.
 
     Args:
-        x: [B, S, G, R, P]; R heads of each of G groups.
+        x: [B, S, G, R, P]; R heads of each of G groups, already multiplied by the time step.
         log_decay: [B, S, G, R] FP32, <= 0.
-        dt: [B, S, G, R] FP32.
         b: [B, S, G, N].
         c: [B, S, G, N].
         document_ids: [B, S] int; equal for tokens of one document, which are neighbours.
         chunk_size: Tokens per chunk; S need not be a multiple.
 
     Returns:
-        [B, S, G, R, P] in the dtype of ``log_decay``.
+        [B, S, G, R, P] in the dtype of ``x``.
 
     Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6.
     """
     size = x.shape[1]
     chunk_size = min(chunk_size, size)
     padding = -size % chunk_size
-    if padding:  # dt = 0 and log_decay = 0 leave the state as it is
-        x, log_decay, dt, b, c = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in (x, log_decay, dt, b, c))
+    if padding:  # x = 0 and log_decay = 0 leave the state as it is
+        x, log_decay, b, c = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in (x, log_decay, b, c))
         document_ids = torch.cat((document_ids, document_ids[:, -1:].expand(-1, padding)), dim=1)
-    x, log_decay, dt, b, c, ids = (t.unflatten(1, (-1, chunk_size)) for t in (x, log_decay, dt, b, c, document_ids))
+    x, log_decay, b, c, ids = (t.unflatten(1, (-1, chunk_size)) for t in (x, log_decay, b, c, document_ids))
     masks = _chunk_masks(ids, dtype=log_decay.dtype)
     # A product with a 0/1 mask, not a cumulative sum: another document's terms are exact zeros. FP64 so that no setting
     # of the backend's FP32 products (TF32, BF16) rounds the decays.
     cumulative = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double()).to(log_decay.dtype)
-    x_dt = (x * dt[..., None]).to(x.dtype)  # [B, L, C, G, R, P]
-    within = _WithinChunks.apply(x_dt, cumulative, _scores(b, c), masks.causal)
-    y = within + _between_chunks(x_dt, cumulative=cumulative, b=b, c=c, masks=masks)
+    y = _WithinChunks.apply(x, cumulative, _scores(b, c), masks.causal)
+    y = y + _between_chunks(x, cumulative=cumulative, b=b, c=c, masks=masks)
     return y.flatten(1, 2)[:, :size]
+
+
+def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply each head's channels [..., P] by its factor [...], first rounded to ``x.dtype``: one memory pass."""
+    return x * factor[..., None].to(x.dtype)
 
 
 def _chunk_masks(ids: Tensor, *, dtype: torch.dtype) -> _ChunkMasks:
@@ -81,27 +83,27 @@ class _WithinChunks(torch.autograd.Function):
     """What the tokens of a chunk receive from each other.
 
     Written out because autograd would keep and traverse several FP32 tensors of size [B, L, G, R, C, C] where this
-    keeps one in the dtype of ``x_dt``.
+    keeps one in the dtype of ``x``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_dt: Tensor, cumulative: Tensor, scores: Tensor, causal: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cumulative: Tensor, scores: Tensor, causal: Tensor) -> Tensor:
         by_head = cumulative.permute(0, 1, 3, 4, 2).contiguous()  # [B, L, G, R, C]; results inherit its strides
         decay = _exp_of_negative(by_head[..., :, None] - by_head[..., None, :])
-        decay = decay.mul_(causal[:, :, None, None]).to(x_dt.dtype)  # [B, L, G, R, C, C]
-        ctx.save_for_backward(x_dt, scores, decay)
-        return _tokens_first((scores * decay) @ _heads_first(x_dt))
+        decay = decay.mul_(causal[:, :, None, None]).to(x.dtype)  # [B, L, G, R, C, C]
+        ctx.save_for_backward(x, scores, decay)
+        return _tokens_first((scores * decay) @ _heads_first(x))
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x_dt, scores, decay = ctx.saved_tensors
+        x, scores, decay = ctx.saved_tensors
         grad_y = _heads_first(grad_y).contiguous()
         weights = scores * decay
         grad_x = _tokens_first(weights.mT @ grad_y)
-        grad_weights = grad_y @ _heads_first(x_dt).mT
+        grad_weights = grad_y @ _heads_first(x).mT
         # What a sum of log-decays gains at its end it loses at its start. Both sums are of the same FP32 values, so
         # that they cancel where no decay lies between.
-        flow = (grad_weights * weights).to(torch.promote_types(x_dt.dtype, torch.float32))
+        flow = (grad_weights * weights).to(torch.promote_types(x.dtype, torch.float32))
         grad_cumulative = (flow.sum(-1) - flow.sum(-2)).permute(0, 1, 4, 2, 3)  # [B, L, C, G, R]
         grad_scores = (grad_weights * decay).sum(dim=3, keepdim=True)  # [B, L, G, 1, C, C]
         return grad_x, grad_cumulative, grad_scores, None
@@ -120,17 +122,17 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(0, 1, 4, 2, 3, 5).contiguous()  # [B, L, C, G, R, P]; mixed strides make later sums slow
 
 
-def _between_chunks(x_dt: Tensor, *, cumulative: Tensor, b: Tensor, c: Tensor, masks: _ChunkMasks) -> Tensor:
-    """What the tokens of a chunk receive from earlier chunks: [B, L, C, G, R, P] in the dtype of the decays."""
+def _between_chunks(x: Tensor, *, cumulative: Tensor, b: Tensor, c: Tensor, masks: _ChunkMasks) -> Tensor:
+    """What the tokens of a chunk receive from earlier chunks: [B, L, C, G, R, P]."""
     end = cumulative[:, :, -1:]
     to_end = _exp_of_negative(end - cumulative) * masks.to_state
-    leaving = (x_dt * to_end[..., None]).to(x_dt.dtype).flatten(4)  # [B, L, C, G, R*P]
+    leaving = scale_heads(x, to_end).flatten(4)  # [B, L, C, G, R*P]
     added = b.permute(0, 1, 3, 4, 2) @ leaving.transpose(2, 3)  # [B, L, G, N, R*P]
     decay = end[:, :, 0].exp() * masks.carries
-    states = _PassStates.apply(added, decay.repeat_interleave(x_dt.shape[-1], dim=-1)[..., None, :])
+    states = _PassStates.apply(added, decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :])
     read = (c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
     from_start = cumulative.exp() * masks.from_state
-    return read.unflatten(-1, x_dt.shape[-2:]) * from_start[..., None]
+    return scale_heads(read.unflatten(-1, x.shape[-2:]), from_start)
 
 
 class _PassStates(torch.autograd.Function):

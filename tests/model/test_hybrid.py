@@ -69,6 +69,14 @@ def test_another_document_changes_no_bit(dtype, position):
     assert not torch.equal(before[~others], after[~others])
 
 
+def test_gradients_stay_in_their_document():
+    model, ids = initialized(tiny_model()), document_ids(13, 20, 7)
+    tokens = torch.arange(40)[None]  # every token once, so that its embedding's gradient is that of one place
+    model(tokens, document_ids=ids, labels=tokens.where(ids == 1, IGNORE_INDEX)).backward()
+    reached = model.embedding.weight.grad[:40].abs().sum(dim=1) > 0
+    assert torch.equal(reached, ids[0] == 1)
+
+
 def test_packing_gives_the_logits_of_each_document_alone():
     model = initialized(tiny_model(attention=replace(TINY_ATTENTION, position=Position.rope))).double()
     model.compute_dtype = torch.float64

@@ -13,7 +13,6 @@ from tests.support.models import document_ids
 class Inputs(NamedTuple):
     x: Tensor
     log_decay: Tensor
-    dt: Tensor
     b: Tensor
     c: Tensor
 
@@ -26,7 +25,9 @@ def draw_inputs(*, rows=2, size=37, groups=2, heads=3, d_head=4, d_state=5, dtyp
 
     scalar = torch.promote_types(dtype, torch.float32)
     dt = normal(heads).to(scalar).exp()
-    return Inputs(x=normal(heads, d_head), log_decay=-dt * 0.3, dt=dt, b=normal(d_state), c=normal(d_state))
+    return Inputs(
+        x=normal(heads, d_head) * dt[..., None].to(dtype), log_decay=-dt * 0.3, b=normal(d_state), c=normal(d_state)
+    )
 
 
 def recurrence(inputs: Inputs, *, ids: Tensor) -> Tensor:
@@ -39,8 +40,8 @@ def recurrence(inputs: Inputs, *, ids: Tensor) -> Tensor:
                 for t in range(size):
                     if t and ids[row, t] != ids[row, t - 1]:
                         state = torch.zeros_like(state)
-                    decay, dt = inputs.log_decay[row, t, group, head].exp(), inputs.dt[row, t, group, head]
-                    state = decay * state + dt * torch.outer(inputs.x[row, t, group, head], inputs.b[row, t, group])
+                    decay = inputs.log_decay[row, t, group, head].exp()
+                    state = decay * state + torch.outer(inputs.x[row, t, group, head], inputs.b[row, t, group])
                     y[row, t, group, head] = state @ inputs.c[row, t, group]
     return y
 
@@ -109,9 +110,8 @@ def test_gradients_match_the_recurrence(chunk_size):
         for t in range(21):
             if t and ids[row, t] != ids[row, t - 1]:
                 state = torch.zeros_like(state)
-            decay, dt = theirs.log_decay[row, t].exp(), theirs.dt[row, t]
-            entering = torch.einsum("gr,grp,gn->grpn", dt, theirs.x[row, t], theirs.b[row, t])
-            state = decay[..., None, None] * state + entering
+            entering = torch.einsum("grp,gn->grpn", theirs.x[row, t], theirs.b[row, t])
+            state = theirs.log_decay[row, t].exp()[..., None, None] * state + entering
             steps = steps + (torch.einsum("grpn,gn->grp", state, theirs.c[row, t]) * weight[row, t]).sum()
     steps.backward()
     for mine, reference in zip(ours, theirs, strict=True):
