@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.numerics.kernels import is_compiled, native
-from nvfp4_train.numerics.spec import HadamardSigns
+from nvfp4_train.numerics.spec import HADAMARD_SIGN_MASK, HadamardSigns
 
 HADAMARD_SIZE = 16
-SIGN_MASK = {HadamardSigns.none: 0, HadamardSigns.fixed: 0xD7E8}  # bit i set: element i is negated
 
 
 def hadamard_matrix(signs: HadamardSigns) -> Tensor:
     """Return the transform as a matrix R, bf16 [16, 16]: a group v becomes v @ R. Entries are +-0.25."""
     rows = [
-        [0.25 * (-1) ** ((i & j).bit_count() + (SIGN_MASK[signs] >> i & 1)) for j in range(HADAMARD_SIZE)]
+        [0.25 * (-1) ** ((i & j).bit_count() + (HADAMARD_SIGN_MASK[signs] >> i & 1)) for j in range(HADAMARD_SIZE)]
         for i in range(HADAMARD_SIZE)
     ]
     return torch.tensor(rows, dtype=torch.bfloat16)
@@ -50,7 +49,7 @@ def hadamard_transform(x: Tensor, signs: HadamardSigns) -> Tensor:
     check_transform_length(x.shape[-1])
     if is_compiled(x):
         return native.hadamard_transform(x, signs)
-    mask = SIGN_MASK[signs]
+    mask = HADAMARD_SIGN_MASK[signs]
     factors = torch.tensor([-0.25 if mask >> i & 1 else 0.25 for i in range(HADAMARD_SIZE)], device=x.device)
     groups = x.to(torch.bfloat16).to(torch.float32).reshape(-1, HADAMARD_SIZE) * factors
     for distance in (1, 2, 4, 8):

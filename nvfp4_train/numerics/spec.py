@@ -64,6 +64,7 @@ class GemmMode(StrEnum):
 
 HIGH_PRECISION_FORMATS = (Format.fp32, Format.bf16)
 BLOCK_SIZE = {Block.row_1x16: 16, Block.tile_16x16: 16}
+HADAMARD_SIGN_MASK = {HadamardSigns.none: 0, HadamardSigns.fixed: 0xD7E8}  # bit i set: element i is negated
 
 
 @dataclass(kw_only=True, slots=True)

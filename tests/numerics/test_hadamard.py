@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_train.numerics.hadamard import SIGN_MASK, hadamard_matrix, hadamard_transform
+from nvfp4_train.numerics.hadamard import hadamard_matrix, hadamard_transform
 from nvfp4_train.numerics.kernels import use
-from nvfp4_train.numerics.spec import HadamardSigns
+from nvfp4_train.numerics.spec import HADAMARD_SIGN_MASK, HadamardSigns
 from tests.support import oracle
 from tests.support.tensors import filled, same_bits
 
@@ -19,7 +19,7 @@ def test_sums_are_exact_up_to_the_rounding_to_bf16(signs: HadamardSigns, fill: s
     with use(backend):
         transformed = hadamard_transform(x, signs)
     assert transformed.dtype is torch.bfloat16
-    assert np.array_equal(transformed.float().numpy(), oracle.hadamard(x.float().numpy(), SIGN_MASK[signs]))
+    assert np.array_equal(transformed.float().numpy(), oracle.hadamard(x.float().numpy(), HADAMARD_SIGN_MASK[signs]))
 
 
 def test_the_matrix_is_orthogonal_and_its_rows_carry_the_signs():

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kBlock = 16;           // elements that share a scale
 constexpr int kLanes = 128;          // columns handled together when blocks run down the columns
-constexpr int kRowChunk = 1024;      // elements of a row handled together, few enough for the L1 cache
+constexpr int kRowChunk = 512;       // elements of a row handled together, few enough for the L1 cache
 constexpr uint32_t kSign = 0x80000000u;
 constexpr uint32_t kExponent = 0x7F800000u;
 constexpr uint32_t kQuietNan = 0x7FC00000u;

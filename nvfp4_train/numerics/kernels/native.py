@@ -7,11 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nvfp4_train.numerics.formats import BLOCK_LENGTH
 from nvfp4_train.numerics.kernels.loader import library
-from nvfp4_train.numerics.spec import Block, GlobalScale, HadamardSigns, OperandSpec, Rounding, ScaleRule
+from nvfp4_train.numerics.spec import (
+    HADAMARD_SIGN_MASK,
+    Block,
+    GlobalScale,
+    HadamardSigns,
+    OperandSpec,
+    Rounding,
+    ScaleRule,
+)
 
-_BLOCK = 16
-_SIGN_MASK = {HadamardSigns.none: 0, HadamardSigns.fixed: 0xD7E8}
 _SCALE_RULE = {ScaleRule.amax: 0, ScaleRule.four_over_six_mae: 1, ScaleRule.four_over_six_mse: 2}
 _pointer = ctypes.c_void_p
 _int64 = ctypes.c_int64
@@ -74,7 +81,7 @@ def settings_of(
         int(spec.block is Block.tile_16x16),
         int(spec.rounding is Rounding.stochastic),
         int(spec.hadamard_size > 0),
-        _SIGN_MASK[spec.hadamard_signs],
+        HADAMARD_SIGN_MASK[spec.hadamard_signs],
         _SCALE_RULE[spec.scale_rule],
         spec.block_scale_max,
         key - (1 << 64) if key >> 63 else key,
@@ -108,7 +115,7 @@ def quantize_op(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, T
     x = _readable(x, chosen)
     padded_rows, padded_columns = x.shape[::-1] if chosen.runs_down_columns else x.shape
     codes = torch.empty(padded_rows, padded_columns // 2, dtype=torch.uint8)
-    scales = torch.empty(padded_rows, padded_columns // _BLOCK, dtype=torch.uint8)
+    scales = torch.empty(padded_rows, padded_columns // BLOCK_LENGTH, dtype=torch.uint8)
     amax = amax.contiguous()
     job = _job(x, chosen)
     job.amax, job.codes, job.scales = amax.data_ptr(), codes.data_ptr(), scales.data_ptr()
@@ -120,9 +127,9 @@ def quantize_op(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, T
 def _(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - the op's signature
     chosen = Settings(*settings)
     rows, columns = (x.shape[1], x.shape[0]) if chosen.column else (x.shape[0], x.shape[1])
-    scale_rows = -(-rows // _BLOCK) * _BLOCK if chosen.tile else rows
+    scale_rows = -(-rows // BLOCK_LENGTH) * BLOCK_LENGTH if chosen.tile else rows
     codes = x.new_empty(rows, columns // 2, dtype=torch.uint8)
-    return codes, x.new_empty(scale_rows, -(-columns // _BLOCK), dtype=torch.uint8)
+    return codes, x.new_empty(scale_rows, -(-columns // BLOCK_LENGTH), dtype=torch.uint8)
 
 
 @torch.library.custom_op("nvfp4_train::quantize_operand", mutates_args=())
@@ -176,7 +183,7 @@ def hadamard_transform(x: Tensor, signs: HadamardSigns) -> Tensor:
         int(columns.dtype is torch.float32),
         torch.get_num_threads(),
     )
-    job.hadamard, job.sign_mask = 1, _SIGN_MASK[signs]
+    job.hadamard, job.sign_mask = 1, HADAMARD_SIGN_MASK[signs]
     library().nvfp4_hadamard(ctypes.byref(job))
     return out.view(x.shape)
 
@@ -241,7 +248,7 @@ def _readable(x: Tensor, settings: Settings) -> Tensor:
     """x as the kernel reads it: BF16 or FP32, transposed if asked, padded to whole blocks, unit stride along rows."""
     x = x.float() if x.dtype is torch.float16 else x
     x = x.t() if settings.reads_transposed else x
-    row_padding, column_padding = -x.shape[0] % _BLOCK, -x.shape[1] % _BLOCK
+    row_padding, column_padding = -x.shape[0] % BLOCK_LENGTH, -x.shape[1] % BLOCK_LENGTH
     if not settings.tile:
         row_padding, column_padding = (row_padding, 0) if settings.runs_down_columns else (0, column_padding)
     if row_padding or column_padding:
