@@ -1,9 +1,10 @@
 """Sharding of parameters, gradients and optimizer state over the data ranks (FSDP2), and the dtype policy.
 
-Every block is two groups, each gathered on its own: the Linears in the compute dtype, and the small modules that must
-see FP32 parameters (`keep_fp32`). The output head belongs to the root, which stays gathered. The embedding is FP32 as
-well, because its gradient is a sum over all occurrences of a token, which a BF16 weight would make a BF16 sum.
-Gradients are added up in FP32 and not averaged: the loss is divided by the number of labels of all ranks already.
+In BF16 every block is two groups, each gathered on its own: the Linears in BF16, and the small modules that must see
+FP32 parameters (`keep_fp32`). In FP32 it is one. The output head belongs to the root, which stays gathered. The
+embedding is FP32 as well, because its gradient is a sum over all occurrences of a token, which a BF16 weight would
+make a BF16 sum. Gradients are added up in FP32 and not averaged: the loss is divided by the number of labels of all
+ranks already.
 """
 
 from typing import cast
@@ -30,8 +31,9 @@ def apply_fsdp(model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype,
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks.children():
-        # A few kilobytes: not worth a second gathering in backward.
-        fully_shard(_fp32_modules(block), mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
+        if compute_dtype is not torch.float32:
+            # A few kilobytes: not worth a second gathering in backward.
+            fully_shard(_fp32_modules(block), mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, mp_policy=in_compute_dtype, reshard_after_forward=reshard_after_forward)
     root_policy = in_fp32
     if model.lm_head is not None:  # a tied embedding is used at both ends: it stays in the root's group

@@ -55,7 +55,7 @@ class Mesh:
         return self.device_mesh["dp_replicate", "dp_shard"]
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the data axes, on `device` and the same on all ranks; does not wait for it."""
+        """Return the sum of `tensor` over the data axes, on `device`, equal on all ranks; does not wait for it."""
         total = tensor.to(self.device, copy=True)
         for axis in DATA_AXES:
             if self.degree(axis) > 1:

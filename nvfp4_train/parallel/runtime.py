@@ -56,7 +56,8 @@ def start_runtime(device: Device, *, timeout_seconds: float = START_TIMEOUT_SECO
         timeout_seconds: How long to wait for the other ranks.
 
     Raises:
-        ValueError: for CUDA on a machine without a GPU or with fewer GPUs than ranks, or for half a launcher's environment.
+        ValueError: for CUDA on a machine without a GPU or with fewer GPUs than ranks, or for half of a launcher's
+            environment.
         TimeoutError: if a rank does not appear; the message names the missing ones.
     """
     rank, world_size, local_rank = (

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 ROOT = Path(__file__).parents[2]
 
 
-def make_state(value: float) -> State:
-    weight = torch.full((40, 30), value)
-    moments = {"exp_avg": torch.full((40, 30), value / 2), "step": torch.tensor(value)}
+def make_state(value: float, *, rows: int = 40) -> State:
+    weight = torch.full((rows, 30), value)
+    moments = {"exp_avg": torch.full((rows, 30), value / 2), "step": torch.tensor(value)}
     return {"model": {"blocks.0.mixer.weight": weight}, "optimizer": {"blocks.0.mixer.weight": moments}}
 
 
-def save_at(directory: Path, step: int) -> Path:
+def save_at(directory: Path, step: int, *, rows: int = 40) -> Path:
     path = directory / f"step_{step:08d}"
-    save_checkpoint(path, make_state(float(step)), engine="torch", step=step, metadata={"tokens": step})
+    save_checkpoint(path, make_state(float(step), rows=rows), engine="torch", step=step, metadata={"tokens": step})
     return path
 
 
@@ -115,8 +115,8 @@ import resource, sys
 from pathlib import Path
 from tests.checkpoint.test_save import save_at
 save_at(Path(sys.argv[1]), 5)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-save_at(Path(sys.argv[1]), 6)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+save_at(Path(sys.argv[1]), 6, rows=4000)
 """
 
 

@@ -179,6 +179,21 @@ def test_losses_and_norms_are_bitwise_equal_on_all_ranks(two):
         assert two[0][key] == two[1][key], key
 
 
+def test_gradients_are_exchanged_once_a_step_and_not_once_a_microbatch(runtime):
+    """A sharded gradient appears with an exchange; none may be there when the last microbatch starts."""
+    engine = build_tiny_engine(runtime, nvfp4_recipe())
+    exchanged: list[list[str]] = []
+
+    def look(model: torch.nn.Module, args: object) -> None:
+        parameters = model.named_parameters()
+        exchanged.append([name for name, p in parameters if hasattr(p, "placements") and p.grad is not None])
+
+    engine.model.register_forward_pre_hook(look)
+    add_gradients(engine, 0)
+    assert exchanged == [[]] * 4
+    assert all(parameter.grad is not None for parameter in engine.model.parameters())
+
+
 @pytest.mark.distributed
 def test_rounding_of_the_first_step_is_bitwise_that_of_one_rank(one, two):
     """Every operand of every microbatch, and the stream of its random bytes: whichever rank holds it."""

@@ -22,7 +22,7 @@ VOCAB_SIZE = 64
 SEQUENCE_LENGTH = 32
 
 
-def tiny_model(pattern: str = "M-*-", *, tie_embeddings: bool = False) -> ModelConfig:
+def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelConfig:
     """A hybrid of about 30 k parameters whose Linears all have dims that 16 divides; heads and groups are few but not
     one.
     """
