@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.parallel.mesh import Mesh
@@ -45,6 +45,16 @@ def is_true_on_any_rank(*, flag: bool, mesh: Mesh) -> bool:
 def is_finite(tensor: Tensor) -> bool:
     """Wait for a tensor and return whether it has neither NaN nor infinity."""
     return bool(tensor.isfinite().all().item())
+
+
+def find_non_finite_parameter(model: nn.Module) -> str | None:
+    """Wait for the device and name the first parameter of which this rank holds a NaN or an infinity."""
+    # A sharded parameter gives its local part; what a rank does not hold another one looks at.
+    parts = {name: getattr(value, "to_local", lambda value=value: value)() for name, value in model.named_parameters()}
+    if not parts:
+        return None
+    finite = torch.stack([part.isfinite().all() for part in parts.values()]).tolist()
+    return next((name for name, is_good in zip(parts, finite, strict=True) if not is_good), None)
 
 
 class Stopwatch:

@@ -14,7 +14,9 @@ def test_the_curve_is_a_png_with_three_lines_and_labelled_axes(tmp_path: Path, m
 
     drawn = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (drawn.append(self), save(self, *args, **kwargs)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kwargs: (drawn.append(self), save(self, *args, **kwargs))
+    )
     path = tmp_path / "loss.png"
     plot_loss_curve(load_run(write_run(tmp_path / "run")), path=path)
     assert path.read_bytes().startswith(b"\x89PNG")

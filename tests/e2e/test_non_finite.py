@@ -60,3 +60,10 @@ def test_a_nan_that_appears_while_training_is_never_saved(
     assert "first in the backward pass: blocks.2.mixer.up_proj: dgrad.dy" in told
     assert dirs.checkpoints("failing")[-1] == "step_00000005"
     assert dirs.rows("failing")[-1]["step"] == 5
+
+
+def test_weights_that_an_update_made_infinite_are_never_saved(dirs: RunDirs, capsys: pytest.CaptureFixture[str]):
+    absurd = ["scheduler.max_lr=1e39", "scheduler.warmup_tokens=0", "checkpoint.interval_steps=1"]
+    assert dirs.train("overflow", *absurd) == 1
+    assert "is not finite after the update; it is not saved" in capsys.readouterr().err
+    assert dirs.checkpoints("overflow") == []

@@ -25,7 +25,9 @@ def folder(run: RunDirs) -> Path:
 
 
 def test_every_file_is_there(folder: Path):
-    expected = "checkpoints config.yaml coverage.json loss.png metrics.jsonl model.json overrides.yaml profile summary.json"
+    expected = (
+        "checkpoints config.yaml coverage.json loss.png metrics.jsonl model.json overrides.yaml profile summary.json"
+    )
     assert sorted(path.name for path in folder.iterdir()) == [*expected.split(), "tensorboard", "versions.json"]
     assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank_0.trace.json.gz", "rank_0.txt"]
 

@@ -78,7 +78,8 @@ class RunDirs:
             yield process
         finally:
             process.kill()
-            process.communicate()
+            process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
 
     def rows(self, name: str) -> list[Row]:
         """The metric rows of a run, without the speed, which is never the same twice."""

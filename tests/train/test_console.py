@@ -44,7 +44,9 @@ def test_plain_lines_print_every_row(capsys: pytest.CaptureFixture[str]):
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()
-    monkeypatch.setattr(console, "output", Console(file=text, force_terminal=True, width=150, highlight=False, _environ={}))
+    monkeypatch.setattr(
+        console, "output", Console(file=text, force_terminal=True, width=150, highlight=False, _environ={})
+    )
     return text
 
 

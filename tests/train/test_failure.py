@@ -1,15 +1,17 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from nvfp4_train.analysis.runs import load_run
 from nvfp4_train.checkpoint.error import CheckpointError
 from nvfp4_train.checkpoint.folder import read_info
 from nvfp4_train.config.problem import ConfigError, Problem
 from nvfp4_train.train.anomaly import NonFiniteError
 from nvfp4_train.train.failure import EXIT_CONFIG, EXIT_RUN, report_failure
-from nvfp4_train.analysis.runs import load_run
 
 
-def raised(action) -> Exception:  # noqa: ANN001
+def raised(action: Callable[[], object]) -> Exception:
     try:
         action()
     except Exception as error:  # noqa: BLE001
@@ -34,7 +36,7 @@ def test_our_value_error_is_the_users_to_mend(tmp_path, capsys: pytest.CaptureFi
 def test_a_value_error_from_elsewhere_is_a_bug():
     error = raised(lambda: torch.optim.SGD([], lr=0.1))
     assert isinstance(error, ValueError)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="empty parameter list") as caught:
         report_failure(error, rank=0)
     assert caught.value is error
 

@@ -2,11 +2,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from nvfp4_train.train.metrics import (
     Stopwatch,
     Throughput,
     count_labels,
+    find_non_finite_parameter,
     is_finite,
     is_true_on_any_rank,
     read_step,
@@ -58,9 +60,14 @@ def test_the_stopwatch_does_not_count_pauses():
 def test_the_stopwatch_goes_on_after_an_error_in_a_pause():
     clock = Clock()
     watch = Stopwatch(clock)
-    with pytest.raises(OSError, match="disk"), watch.paused():
-        clock.now += 50
-        raise OSError("disk")
+
+    def fail() -> None:
+        with watch.paused():
+            clock.now += 50
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
     clock.now += 1
     assert watch.seconds == 1
 
@@ -75,3 +82,12 @@ def test_throughput_is_that_of_the_last_lap():
         clock.now += 50
     clock.now += 4
     assert throughput.lap(TrainState(tokens=340)) == 10
+
+
+def test_the_first_parameter_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert find_non_finite_parameter(model) is None
+    with torch.no_grad():
+        model[1].bias[1] = math.nan
+    assert find_non_finite_parameter(model) == "1.bias"
+    assert find_non_finite_parameter(nn.Identity()) is None

@@ -150,7 +150,7 @@ def test_the_command_of_a_fork_continues_the_fork(trunk: RunFolder, branch: RunF
     first = decide_start(request(trunk.path, mode="fork", config=config), folder=branch)
     branch.write_lineage(first.lineage)
     save(branch, 25)
-    with pytest.raises(ValueError, match="scheduler.max_lr"):  # its own checkpoint was saved with the old rate
+    with pytest.raises(ValueError, match=r"scheduler\.max_lr"):  # its own checkpoint was saved with the old rate
         decide_start(request(trunk.path, mode="fork", config=config), folder=branch)
     start = decide_start(request(trunk.path, mode="fork"), folder=branch)
     assert start.state().step == 25

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from nvfp4_train.checkpoint.retention import prune_checkpoints
 from nvfp4_train.config.checkpoint import CheckpointConfig
+from nvfp4_train.train.anomaly import NonFiniteError
 from nvfp4_train.train.callback import Callback
+from nvfp4_train.train.metrics import find_non_finite_parameter, is_true_on_any_rank
 from nvfp4_train.train.state import StepResult
 
 if TYPE_CHECKING:
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 class Checkpointing(Callback):
     """Saves every ``interval_steps`` steps and at the end.
 
-    It comes after the callbacks that may refuse a step and that log it: the rows of a saved step are on disk.
+    It comes after the callbacks that may refuse a step and that log it: the rows of a saved step are on disk. Weights
+    that an update has made infinite (an absurd learning rate does it) are not saved.
 
     Args:
         cfg: When to save, and how many checkpoints stay.
@@ -42,6 +45,10 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def _save(self, trainer: "Trainer") -> None:
+        poisoned = find_non_finite_parameter(trainer.engine.model)
+        if is_true_on_any_rank(flag=poisoned is not None, mesh=trainer.engine.mesh):
+            where = poisoned or "a parameter on another rank"
+            raise NonFiniteError(f"step {trainer.state.step}: {where} is not finite after the update; it is not saved")
         with trainer.stopwatch.paused():
             path = self._folder / f"step_{trainer.state.step:08d}"
             trainer.engine.save(path, {**self._metadata, "train_state": trainer.state.to_dict()})

@@ -1,14 +1,17 @@
+import math
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from nvfp4_train.checkpoint.folder import mark_complete
 from nvfp4_train.config.checkpoint import CheckpointConfig
+from nvfp4_train.train.anomaly import NonFiniteError
 from nvfp4_train.train.callbacks.checkpointing import Checkpointing
 from nvfp4_train.train.metrics import Stopwatch
 from nvfp4_train.train.state import TrainState
 from nvfp4_train.train.trainer import Trainer
-from tests.support.fake_engine import FakeEngine, fake_pace, fake_trainer
+from tests.support.fake_engine import FakeEngine, fake_pace, fake_trainer, step_result
 
 
 class SavingEngine(FakeEngine):
@@ -71,3 +74,17 @@ def test_saving_is_no_training_time(tmp_path: Path):
     trainer.stopwatch = Stopwatch(lambda: now[0])
     trainer.fit(evaluate_first=False)
     assert trainer.stopwatch.seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "others", "told"), [(math.inf, 0, "weight"), (1.0, 1, "a parameter on another rank")]
+)
+def test_poisoned_weights_are_not_saved(tmp_path: Path, value: float, others: float, told: str):
+    trainer = trainer_that_saves(tmp_path, interval=1)
+    trainer.engine.model = nn.Linear(2, 2)
+    nn.init.constant_(trainer.engine.model.weight, value)
+    trainer.engine.mesh.others = others  # type: ignore[attr-defined]
+    trainer.step()
+    with pytest.raises(NonFiniteError, match=f"step 1: {told} is not finite after the update"):
+        trainer.callbacks[0].step_ended(trainer, step_result())
+    assert saved(tmp_path) == []

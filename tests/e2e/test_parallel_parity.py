@@ -1,0 +1,54 @@
+"""Two processes train as one does with the same global batch."""
+
+import pytest
+
+from tests.support.runs import RunDirs
+
+LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
+
+
+@pytest.fixture(scope="module")
+def runs(module_dirs: RunDirs) -> RunDirs:
+    for recipe in ("fp32", "nvfp4"):
+        for ranks in (1, 2):
+            overrides = [f"recipe={recipe}", "run.stop_after_steps=4"]
+            if ranks == 1:
+                assert module_dirs.train(f"{recipe}_1", *overrides) == 0
+            else:
+                done = module_dirs.run(f"{recipe}_2", *overrides, ranks=ranks)
+                assert done.returncode == 0, done.stderr
+    return module_dirs
+
+
+def pairs(runs: RunDirs, recipe: str) -> list[tuple[dict[str, float], dict[str, float]]]:
+    return list(zip(runs.rows(f"{recipe}_1"), runs.rows(f"{recipe}_2"), strict=True))
+
+
+@pytest.mark.distributed
+def test_fp32_losses_agree(runs: RunDirs):
+    for one, two in pairs(runs, "fp32"):
+        assert one.keys() == two.keys()
+        for key in (key for key in LOSSES if key in one):
+            # the two ranks add their losses and gradients in another order
+            assert two[key] == pytest.approx(one[key], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_nvfp4_rounds_the_same_way(runs: RunDirs):
+    """Before anything was updated the ranks hold equal weights and equal microbatches, so every rounding is the same.
+
+    What is left is the order of two sums. A rounding that depended on the rank would move these losses by 1e-4.
+    """
+    for one, two in pairs(runs, "nvfp4")[:2]:
+        for key in (key for key in LOSSES if key in one):
+            assert two[key] == pytest.approx(one[key], rel=3e-7)
+    # gradients went through stochastic rounding
+    [(_, _), (one, two), *_] = pairs(runs, "nvfp4")
+    assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs: RunDirs):
+    assert runs.train("fp32_2", "recipe=fp32", "run.stop_after_steps=5") == 0
+    assert runs.train("fp32_1", "recipe=fp32", "run.stop_after_steps=5") == 0
+    assert runs.rows("fp32_2")[-1]["train/loss"] == pytest.approx(runs.rows("fp32_1")[-1]["train/loss"], rel=1e-5)
