@@ -34,7 +34,7 @@ MAY_CHANGE_ON_FORK = (
     "recipe.*",
     "data.*",
     "scheduler.*",
-    "optimizer.weight_decay",
+    "optimizer.weight_decay*",
     "optimizer.clip_grad_norm",
     "optimizer.beta?",
     "optimizer.eps",

@@ -61,11 +61,12 @@ class Engine(Protocol):
         """
         ...
 
-    def optimizer_step(self, lr: float) -> Tensor:
+    def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
         """Clip the gradients, update the parameters and forget the gradients.
 
         Args:
             lr: Learning rate of this step.
+            weight_decay: Weight decay of this step.
 
         Returns:
             FP32 scalar on the device: the global gradient norm before clipping, equal on all ranks. Where it is not

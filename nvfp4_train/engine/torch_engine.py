@@ -65,13 +65,13 @@ class TorchEngine:
             total += loss_sum.detach()
         return self.mesh.sum_over_data(total) / denominator
 
-    def optimizer_step(self, lr: float) -> Tensor:
+    def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
         """Clip the gradients, update the parameters and forget the gradients; see `Engine`."""
         parameters = list(self.model.parameters())
         norm = global_grad_norm(parameters)
         if self._max_grad_norm:
             clip_gradients(parameters, norm=norm, max_norm=self._max_grad_norm)
-        apply_update(self._optimizer, lr=lr, skip=(~norm.isfinite()).to(torch.float32))
+        apply_update(self._optimizer, lr=lr, weight_decay=weight_decay, skip=(~norm.isfinite()).to(torch.float32))
         self._position.weights_changed()
         self.step += 1
         return norm

@@ -21,13 +21,13 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
     """
     groups = split_by_decay(model)
     parameter_groups = [
-        {"params": list(groups.decayed.values()), "weight_decay": cfg.weight_decay},
-        {"params": list(groups.not_decayed.values()), "weight_decay": 0.0},
+        {"params": list(groups.decayed.values()), "decays": True},
+        {"params": list(groups.not_decayed.values()), "decays": False},
     ]
     match cfg:
         case AdamWConfig():
-            # The learning rate comes with each step. Fused: one pass over memory, and the only variant that reads
-            # `found_inf`.
+            # Learning rate and weight decay come with each step. Fused: one pass over memory, and the only variant that
+            # reads `found_inf`.
             optimizer = torch.optim.AdamW(
                 parameter_groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True
             )

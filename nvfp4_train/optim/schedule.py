@@ -8,9 +8,9 @@ Source: the formulas and the order of operations are those of Megatron-Core 0.16
 """
 
 import math
-from enum import StrEnum
 
 from nvfp4_train.config.batch import BatchConfig
+from nvfp4_train.config.optimizer import OptimizerConfig, WeightDecayShape
 from nvfp4_train.config.scheduler import (
     ConstantConfig,
     CosineConfig,
@@ -21,14 +21,6 @@ from nvfp4_train.config.scheduler import (
     SchedulerConfig,
     WsdConfig,
 )
-
-
-class WeightDecayShape(StrEnum):
-    """How weight decay goes from its value at token 0 to its value at the end."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
 
 
 def learning_rate(cfg: SchedulerConfig, *, tokens: int, total_tokens: int) -> float:
@@ -53,8 +45,9 @@ def learning_rate(cfg: SchedulerConfig, *, tokens: int, total_tokens: int) -> fl
     return cfg.min_lr + _decay_coefficient(cfg, tokens=tokens, total_tokens=total_tokens) * (cfg.max_lr - cfg.min_lr)
 
 
-def weight_decay(shape: WeightDecayShape, *, start: float, end: float, tokens: int, total_tokens: int) -> float:
-    """Return the weight decay of the step that starts after `tokens` tokens; `end` from `total_tokens` on."""
+def weight_decay(cfg: OptimizerConfig, *, tokens: int, total_tokens: int) -> float:
+    """Return the weight decay of the step that starts after `tokens` tokens; its last value from `total_tokens` on."""
+    start, end, shape = cfg.weight_decay_start, cfg.weight_decay, cfg.weight_decay_shape
     if shape is WeightDecayShape.constant or tokens > total_tokens:
         return end
     progress = float(tokens) / float(total_tokens)

@@ -55,7 +55,11 @@ def _prepare(loaded: LoadedConfig, *, runtime: Runtime) -> Job:
     folder = RunFolder(Path(cfg.run.dir) / cfg.run.name)
     start = _agree_on_start(loaded, folder=folder, runtime=runtime)
     pace = Pace(
-        run=cfg.run, batch=cfg.batch, scheduler=cfg.scheduler, evaluation_interval=cfg.evaluation.interval_steps
+        run=cfg.run,
+        batch=cfg.batch,
+        scheduler=cfg.scheduler,
+        optimizer=cfg.optimizer,
+        evaluation_interval=cfg.evaluation.interval_steps,
     )
     return Job(loaded=loaded, runtime=runtime, mesh=mesh, prepared=prepared, folder=folder, start=start, pace=pace)
 

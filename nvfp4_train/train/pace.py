@@ -3,26 +3,29 @@
 from dataclasses import dataclass
 
 from nvfp4_train.config.batch import BatchConfig
+from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.run import RunConfig
 from nvfp4_train.config.scheduler import SchedulerConfig
-from nvfp4_train.optim.schedule import global_batch_size, learning_rate
+from nvfp4_train.optim.schedule import global_batch_size, learning_rate, weight_decay
 from nvfp4_train.train.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Batch size, learning rate, evaluations and the end of a run.
+    """Batch size, learning rate, weight decay, evaluations and the end of a run.
 
     Args:
         run: The budget.
         batch: Batch sizes.
         scheduler: The learning-rate schedule.
+        optimizer: Its weight decay.
         evaluation_interval: Steps between evaluations; 0 evaluates at the start and the end only.
     """
 
     run: RunConfig
     batch: BatchConfig
     scheduler: SchedulerConfig
+    optimizer: OptimizerConfig
     evaluation_interval: int
 
     def num_sequences(self, state: TrainState) -> int:
@@ -32,6 +35,10 @@ class Pace:
     def learning_rate(self, state: TrainState) -> float:
         """Return the learning rate of the step that follows ``state``."""
         return learning_rate(self.scheduler, tokens=state.tokens, total_tokens=self.run.tokens)
+
+    def weight_decay(self, state: TrainState) -> float:
+        """Return the weight decay of the step that follows ``state``."""
+        return weight_decay(self.optimizer, tokens=state.tokens, total_tokens=self.run.tokens)
 
     def is_over(self, state: TrainState) -> bool:
         """Return whether no step follows ``state``."""

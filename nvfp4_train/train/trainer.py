@@ -68,7 +68,7 @@ class Trainer:
         denominator = count_labels(batches, mesh=self.engine.mesh)
         lr = self.pace.learning_rate(self.state)
         loss = self.engine.forward_backward(batches, denominator)
-        grad_norm = self.engine.optimizer_step(lr)
+        grad_norm = self.engine.optimizer_step(lr=lr, weight_decay=self.pace.weight_decay(self.state))
         self.state.advance(num_sequences=num_sequences, sequence_length=self.pace.batch.sequence_length)
         return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, denominator=denominator, batches=batches)
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from nvfp4_train.config.optimizer import WeightDecayShape
 from tests.support.configs import composed, problems_of
 
 VALID = composed().optimizer
@@ -13,8 +14,8 @@ VALID = composed().optimizer
         ({"beta1": 1.0}, "beta1"),
         ({"beta2": -0.1}, "beta2"),
         ({"eps": -1e-8}, "eps"),
-        ({"weight_decay": -0.1}, "weight_decay"),
-        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"weight_decay": -0.1, "weight_decay_shape": WeightDecayShape.linear}, "weight_decay"),
+        ({"weight_decay_start": 0.2}, "weight_decay_start"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm"),
     ],
 )

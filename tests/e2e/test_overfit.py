@@ -66,9 +66,8 @@ class NoEvaluation:
 def test_eight_rows_are_memorized(mesh: Mesh, recipe: str):
     cfg = composed("experiment=tiny", f"recipe={recipe}")
     prepared = prepare_model(cfg.model, cfg.recipe, seed=1)
-    engine = build_engine(
-        prepared, mesh=mesh, engine_cfg=cfg.engine, optimizer_cfg=replace(cfg.optimizer, weight_decay=0.0)
-    )
+    optimizer = replace(cfg.optimizer, weight_decay=0.0, weight_decay_start=0.0)
+    engine = build_engine(prepared, mesh=mesh, engine_cfg=cfg.engine, optimizer_cfg=optimizer)
     losses = Losses()
     trainer = Trainer(
         engine=engine,
@@ -77,6 +76,7 @@ def test_eight_rows_are_memorized(mesh: Mesh, recipe: str):
         pace=Pace(
             run=replace(cfg.run, tokens=STEPS * ROWS * LENGTH),
             batch=replace(cfg.batch, sequence_length=LENGTH, micro_batch_size=ROWS, global_batch_size=ROWS),
+            optimizer=optimizer,
             scheduler=LinearConfig(max_lr=1e-2, min_lr=0.0, warmup_init_lr=0.0, warmup_tokens=10 * ROWS * LENGTH),
             evaluation_interval=0,
         ),

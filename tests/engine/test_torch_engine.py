@@ -101,7 +101,7 @@ def poison_one_rank(engine: Engine, runtime: Runtime) -> dict[str, Any]:
     add_gradients(engine, 50)
     if runtime.rank == runtime.world_size - 1:
         next(p for p in engine.model.parameters() if p.to_local().numel()).grad.to_local()[-1] = float("nan")
-    norm = engine.optimizer_step(1e-2).item()
+    norm = engine.optimizer_step(lr=1e-2, weight_decay=0.1).item()
     after, state_after = whole_parameters(engine), optimizer_state(engine)
     return {
         "norm": norm,
@@ -266,7 +266,7 @@ def test_a_skipped_step_is_remembered_by_a_resumed_run(runtime, tmp_path):
     train(engine, range(2))
     add_gradients(engine, 2)
     next(engine.model.parameters()).grad.to_local().fill_(float("inf"))
-    assert engine.optimizer_step(1e-2).isinf()
+    assert engine.optimizer_step(lr=1e-2, weight_decay=0.1).isinf()
     engine.save(tmp_path / "step_00000003", {})
     unbroken = train(engine, range(3, 5))
     resumed = build_tiny_engine(runtime, nvfp4_recipe())
@@ -311,7 +311,7 @@ def test_the_update_is_adamw_of_the_clipped_gradient(runtime):
     before = whole_parameters(engine)
     add_gradients(engine, 0)
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in engine.model.named_parameters()}
-    norm = engine.optimizer_step(1e-2)
+    norm = engine.optimizer_step(lr=1e-2, weight_decay=0.1)
     assert norm > 1
     total = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
     assert norm.item() == pytest.approx(total.item(), rel=1e-5)

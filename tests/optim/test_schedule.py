@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nvfp4_train.config.batch import BatchConfig, RampConfig
+from nvfp4_train.config.optimizer import WeightDecayShape
 from nvfp4_train.config.scheduler import (
     ConstantConfig,
     CosineConfig,
@@ -13,7 +15,8 @@ from nvfp4_train.config.scheduler import (
     SchedulerConfig,
     WsdConfig,
 )
-from nvfp4_train.optim.schedule import WeightDecayShape, global_batch_size, learning_rate, weight_decay
+from nvfp4_train.optim.schedule import global_batch_size, learning_rate, weight_decay
+from tests.support.tiny import tiny_optimizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/megatron_data/peer_golden.json").read_text())
 CASES = GOLDEN["lr"]
@@ -59,10 +62,11 @@ def test_learning_rate_equals_megatron(case):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_weight_decay_equals_megatron(case):
     shape, start, end = case["wd"]
+    cfg = replace(
+        tiny_optimizer(), weight_decay_shape=WeightDecayShape(shape), weight_decay_start=start, weight_decay=end
+    )
     for tokens, _, expected in case["values"]:
-        found = weight_decay(
-            WeightDecayShape(shape), start=start, end=end, tokens=tokens, total_tokens=case["decay_steps"]
-        )
+        found = weight_decay(cfg, tokens=tokens, total_tokens=case["decay_steps"])
         assert found == pytest.approx(expected, rel=1e-14, abs=0), tokens
 
 

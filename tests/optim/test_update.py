@@ -29,9 +29,9 @@ def set_gradients(model: nn.Module, value: float) -> None:
 
 
 def test_learning_rate_is_that_of_the_call(model):
-    optimizer = build_optimizer(model, tiny_optimizer(weight_decay=0.0, eps=0.0))
+    optimizer = build_optimizer(model, tiny_optimizer(eps=0.0))
     set_gradients(model, 5.0)
-    apply_update(optimizer, lr=0.25, skip=torch.zeros(()))
+    apply_update(optimizer, lr=0.25, weight_decay=0.0, skip=torch.zeros(()))
     # With eps 0 the first update of AdamW is the sign of the gradient.
     assert torch.allclose(model.weight, torch.full_like(model.weight, 0.75))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -40,13 +40,21 @@ def test_learning_rate_is_that_of_the_call(model):
 def test_a_skipped_update_changes_nothing_and_the_next_one_is_as_if_it_had_not_been(model):
     optimizer = build_optimizer(model, tiny_optimizer())
     set_gradients(model, 1.0)
-    apply_update(optimizer, lr=0.1, skip=torch.zeros(()))
+    apply_update(optimizer, lr=0.1, weight_decay=0.1, skip=torch.zeros(()))
     before = snapshot(model, optimizer)
     set_gradients(model, float("nan"))
-    apply_update(optimizer, lr=0.1, skip=torch.ones(()))
+    apply_update(optimizer, lr=0.1, weight_decay=0.1, skip=torch.ones(()))
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     set_gradients(model, 1.0)
-    apply_update(optimizer, lr=0.1, skip=torch.zeros(()))
+    apply_update(optimizer, lr=0.1, weight_decay=0.1, skip=torch.zeros(()))
     assert optimizer.state[model.weight]["step"] == 2
     assert model.weight.isfinite().all()
+
+
+def test_weight_decay_is_that_of_the_call_and_pulls_matrices_only(model):
+    optimizer = build_optimizer(model, tiny_optimizer())
+    set_gradients(model, 0.0)
+    apply_update(optimizer, lr=0.5, weight_decay=0.2, skip=torch.zeros(()))
+    assert torch.allclose(model.weight, torch.full_like(model.weight, 0.9))
+    assert torch.equal(model.bias, torch.ones_like(model.bias))

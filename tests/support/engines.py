@@ -47,7 +47,7 @@ def train(engine: Engine, steps: Iterable[int]) -> list[tuple[float, float]]:
     found = []
     for step in steps:
         loss = add_gradients(engine, step)
-        norm = engine.optimizer_step(LEARNING_RATE)
+        norm = engine.optimizer_step(lr=LEARNING_RATE, weight_decay=0.1)
         found.append((loss.item(), norm.item()))
     return found
 

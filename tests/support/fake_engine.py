@@ -19,6 +19,7 @@ from nvfp4_train.train.evaluate import Evaluation, ValidationLosses
 from nvfp4_train.train.pace import Pace
 from nvfp4_train.train.state import StepResult, TrainState
 from nvfp4_train.train.trainer import Trainer
+from tests.support.tiny import tiny_optimizer
 
 SEQUENCE_LENGTH = 4
 
@@ -49,8 +50,8 @@ class FakeEngine:
         self.calls.append(("forward_backward", [batch.microbatch_index for batch in batches], float(denominator)))
         return torch.tensor(self.loss - self.step)
 
-    def optimizer_step(self, lr: float) -> Tensor:
-        self.calls.append(("optimizer_step", lr))
+    def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
+        self.calls.append(("optimizer_step", lr, weight_decay))
         self.step += 1
         return torch.tensor(self.grad_norm)
 
@@ -128,6 +129,7 @@ def fake_pace(*, steps: int = 3, stop_after_steps: int | None = None, evaluation
             ramp=RampConfig(start=1, increment=1, tokens=0),
         ),
         scheduler=LinearConfig(max_lr=1.0, min_lr=0.0, warmup_init_lr=0.0, warmup_tokens=0),
+        optimizer=tiny_optimizer(),
         evaluation_interval=evaluation_interval,
     )
 

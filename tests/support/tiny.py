@@ -14,7 +14,7 @@ from nvfp4_train.config.model import (
     NormGroup,
     Position,
 )
-from nvfp4_train.config.optimizer import AdamWConfig
+from nvfp4_train.config.optimizer import AdamWConfig, WeightDecayShape
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 
@@ -55,7 +55,15 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
 
 
 def tiny_optimizer(**changes: float) -> AdamWConfig:
-    cfg = AdamWConfig(weight_decay=0.1, clip_grad_norm=1.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    cfg = AdamWConfig(
+        weight_decay=0.1,
+        weight_decay_start=0.1,
+        weight_decay_shape=WeightDecayShape.constant,
+        clip_grad_norm=1.0,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+    )
     return replace(cfg, **changes)
 
 

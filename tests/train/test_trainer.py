@@ -36,7 +36,7 @@ def test_a_step_reads_on_where_the_state_stands():
     trainer = fake_trainer(engine=engine, state=TrainState(step=1, tokens=8, sequences=6))
     result = trainer.step()
     # two rows of four tokens, of which the last one has no label
-    assert engine.calls == [("forward_backward", [0, 1], 6.0), ("optimizer_step", result.lr)]
+    assert engine.calls == [("forward_backward", [0, 1], 6.0), ("optimizer_step", result.lr, 0.1)]
     assert [int(batch.tokens[0, 0]) for batch in result.batches] == [6, 7]
     assert result.lr == 1 - 8 / 24
     assert trainer.state == TrainState(step=2, tokens=16, sequences=8)

@@ -25,9 +25,9 @@ class SlowEngine(FakeEngine):
         super().__init__()
         self.now = 0.0
 
-    def optimizer_step(self, lr: float):
+    def optimizer_step(self, *, lr: float, weight_decay: float):
         self.now += 2
-        return super().optimizer_step(lr)
+        return super().optimizer_step(lr=lr, weight_decay=weight_decay)
 
     def evaluate(self, batch, *, forward):
         self.now += 100

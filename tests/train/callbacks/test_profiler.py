@@ -17,9 +17,9 @@ def test_the_window_holds_the_steps_that_it_names(tmp_path: Path, start: int, le
     import torch
 
     class MarkedEngine(FakeEngine):
-        def optimizer_step(self, lr: float):
+        def optimizer_step(self, *, lr: float, weight_decay: float):
             with torch.profiler.record_function(f"update_{self.step + 1}"):
-                return super().optimizer_step(lr)
+                return super().optimizer_step(lr=lr, weight_decay=weight_decay)
 
     callback = Profiler(ProfileConfig(start_step=start, num_steps=length), folder=tmp_path / "profile", rank=3)
     fake_trainer(callback, engine=MarkedEngine(), pace=fake_pace(steps=5)).fit(evaluate_first=False)
