@@ -37,6 +37,7 @@ AMBIENT_RANDOM = {
 # Packages that run in a training step, and the files in them that may wait for the device.
 STEP_PACKAGES = ("model", "precision", "optim", "parallel", "engine", "train")
 SYNC_FILES = {"train/metrics.py", "train/evaluate.py"}
+SYNC_METHODS = {"item", "tolist", "cpu", "numpy"}
 # A run is described by its YAML; what launchers and compilers say comes from the environment.
 ENVIRONMENT_FILES = {"parallel/runtime.py", "numerics/kernels/loader.py"}
 
@@ -225,7 +226,7 @@ def test_a_step_does_not_wait_for_the_device():
         for path in python_files(*(f"nvfp4_train/{package}" for package in STEP_PACKAGES))
         if path.relative_to(PACKAGE).as_posix() not in SYNC_FILES
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "item"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SYNC_METHODS
     ]
     assert not wrong, "\n".join(wrong)
 

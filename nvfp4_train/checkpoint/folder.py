@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nvfp4_train.checkpoint.error import CheckpointError
+from nvfp4_train.checkpoint.error import CheckpointError, damaged
 
 MARKER = "COMPLETE"
 METADATA = "metadata.json"
 STEP_PREFIX = "step_"
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +66,23 @@ def read_info(path: Path) -> CheckpointInfo:
     """Read what a complete checkpoint says of itself.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint at `path`.
+        CheckpointError: if there is no complete checkpoint at `path`, or a damaged one, or one of another format
+            version.
     """
     if not is_complete(path):
-        what = f"has no {MARKER} marker, so it was not saved to its end" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path} is not a checkpoint that can be used: it {what}")
-    return CheckpointInfo(**json.loads((path / METADATA).read_text(encoding="utf-8")))
+        raise CheckpointError(
+            f"{path} is not a checkpoint that can be used: it {_why_unusable(path)}\n"
+            f"    fix: name a folder with the file {MARKER}, such as runs/NAME/checkpoints/{STEP_PREFIX}00000100, or a "
+            "run folder that has one"
+        )
+    try:
+        values = json.loads((path / METADATA).read_text(encoding="utf-8"))
+        version = values["format_version"]
+        if version == FORMAT_VERSION:  # other versions may have other keys
+            return CheckpointInfo(**values | {"metadata": dict(values["metadata"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path / METADATA, error) from error
+    raise CheckpointError(f"{path} has format version {version}, and this program reads version {FORMAT_VERSION}")
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -99,6 +111,12 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _why_unusable(path: Path) -> str:
+    if path.is_dir():
+        return f"has no {MARKER} marker, so it was not saved to its end"
+    return "is not a folder" if path.exists() else "does not exist"
+
+
 def _write_durably(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -112,7 +130,7 @@ def _step_folders(directory: Path) -> list[Path]:
     folders = [
         path
         for path in directory.iterdir()
-        if path.is_dir() and path.name.startswith(STEP_PREFIX) and path.name.removeprefix(STEP_PREFIX).isdigit()
+        if path.is_dir() and path.name.startswith(STEP_PREFIX) and path.name.removeprefix(STEP_PREFIX).isdecimal()
     ]
     return sorted(folders, key=_step_of)
 

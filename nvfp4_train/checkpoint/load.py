@@ -1,6 +1,7 @@
 """Loading, into any layout."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -8,12 +9,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nvfp4_train.checkpoint.error import CheckpointError
+from nvfp4_train.checkpoint.error import CheckpointError, damaged
 from nvfp4_train.checkpoint.folder import CheckpointInfo, read_info
 from nvfp4_train.checkpoint.ranks import has_ranks
 from nvfp4_train.checkpoint.state import State
 
 NAMES_SHOWN = 5
+# What reading a damaged `.metadata`, a pickle, raises.
+UNREADABLE = (OSError, UnpicklingError, AttributeError, EOFError, ImportError, LookupError, TypeError, ValueError)
 
 
 @torch.no_grad()
@@ -32,15 +35,16 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
     info = read_info(path)
     if info.engine != engine:
         raise CheckpointError(f"{path} was saved by the engine {info.engine}, this run uses {engine}")
+    reader = dcp.FileSystemReader(path)
     try:
-        reader = dcp.FileSystemReader(path)
-        _check_same_tensors(path, reader.read_metadata(), _flatten(state))
+        saved = reader.read_metadata()
+    except UNREADABLE as error:
+        raise damaged(path, error) from error
+    _check_same_tensors(path, saved, _flatten(state))
+    try:
         dcp.load(state, storage_reader=reader, no_dist=not has_ranks())
     except CheckpointException as error:
-        causes = sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()})
-        raise CheckpointError(f"{path} could not be read: {'; '.join(causes)}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error}") from error
+        raise damaged(path, *(cause for cause, _ in error.failures.values())) from error
     return info
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nvfp4_train.checkpoint.error import CheckpointError
 from nvfp4_train.checkpoint.folder import (
+    FORMAT_VERSION,
     STEP_PREFIX,
     CheckpointInfo,
     complete_checkpoints,
@@ -23,7 +24,6 @@ from nvfp4_train.checkpoint.folder import (
 from nvfp4_train.checkpoint.ranks import gather_from_ranks, has_ranks, is_first_rank, num_ranks
 from nvfp4_train.checkpoint.state import State
 
-FORMAT_VERSION = 1
 PROBE_BYTES = 1 << 20
 
 

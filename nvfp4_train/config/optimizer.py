@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nvfp4_train.config.problem import Rule, check, not_negative
+from nvfp4_train.config.problem import Rule, check, not_negative, positive
 
 
 class WeightDecayShape(StrEnum):
@@ -55,5 +55,6 @@ class AdamWConfig(OptimizerConfig):
                 f"must equal weight_decay ({self.weight_decay}) where weight_decay_shape is constant",
                 "optimizer.weight_decay_shape=linear ramps between the two",
             ),
-            *not_negative(self, "weight_decay", "weight_decay_start", "clip_grad_norm", "eps"),
+            *not_negative(self, "weight_decay", "weight_decay_start", "clip_grad_norm"),
+            *positive(self, "eps"),  # 0 makes NaN of every weight without a gradient, such as unused embeddings
         )

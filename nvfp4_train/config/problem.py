@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from math import inf
 from operator import attrgetter
 
 NO_VALUE = object()  # where a problem has no value to show
@@ -106,13 +107,21 @@ def is_complete(cfg: object) -> bool:
 
 
 def positive(cfg: object, *names: str) -> list[Rule]:
-    """Rules: each of these fields is above 0."""
-    return [Rule(name, _compare(cfg, name, above=True), "must be positive", "give a value above 0") for name in names]
+    """Rules: each of these fields is above 0, and finite."""
+    rules = [Rule(name, _compare(cfg, name, above=True), "must be positive", "give a value above 0") for name in names]
+    return [*rules, *_not_infinite(cfg, *names)]
 
 
 def not_negative(cfg: object, *names: str) -> list[Rule]:
-    """Rules: each of these fields is 0 or above."""
-    return [Rule(name, _compare(cfg, name, above=False), "must not be negative", "give 0 or more") for name in names]
+    """Rules: each of these fields is 0 or above, and finite."""
+    rules = [Rule(name, _compare(cfg, name, above=False), "must not be negative", "give 0 or more") for name in names]
+    return [*rules, *_not_infinite(cfg, *names)]
+
+
+def _not_infinite(cfg: object, *names: str) -> list[Rule]:
+    return [
+        Rule(name, lambda name=name: getattr(cfg, name) != inf, "must be finite", "give a number") for name in names
+    ]
 
 
 def _compare(cfg: object, name: str, *, above: bool) -> Callable[[], bool]:

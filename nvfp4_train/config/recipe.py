@@ -5,7 +5,7 @@ from enum import StrEnum
 from operator import attrgetter
 
 from nvfp4_train.config.problem import Rule, check, not_negative
-from nvfp4_train.numerics.spec import BLOCK_SIZE, Block, GemmMode, OperandSpec, Rounding
+from nvfp4_train.numerics.spec import BLOCK_SIZE, Block, GemmMode, OperandSpec
 
 
 class ComputeDtype(StrEnum):
@@ -101,11 +101,6 @@ class LinearRecipe:
         """Number that in_features, out_features and tokens must be multiples of."""
         sizes = [BLOCK_SIZE.get(spec.block, 1) for spec in self.operands.values() if spec.block is not Block.none]
         return max(sizes, default=1)
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether any operand draws random bits."""
-        return any(spec.rounding is Rounding.stochastic for spec in self.operands.values())
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,8 +40,8 @@ class RunConfig:
             self,
             Rule(
                 "name",
-                lambda: bool(self.name) and "/" not in self.name and not self.name.startswith("."),
-                "must be a plain folder name: not empty, without / and not starting with a dot",
+                lambda: self.name.isprintable() and "/" not in self.name and self.name[:1] not in ("", "."),
+                "must be a plain folder name: not empty, without / and line breaks, and not starting with a dot",
                 "run.name=my_run",
             ),
             Rule("dir", lambda: bool(self.dir), "must name a folder", "run.dir=runs"),

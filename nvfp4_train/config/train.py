@@ -95,11 +95,14 @@ def _decay_fits(scheduler: WsdConfig, *, tokens: int) -> bool:
 
 
 def _data_rank_rules(cfg: TrainConfig) -> list[Rule]:
-    """Each data rank, as far as the config says how many there are, gets whole microbatches at every batch size."""
+    """Each data rank, as far as the config says how many there are, gets whole microbatches at every batch size.
+
+    Where it says one, the batch's own rules say all.
+    """
 
     def smallest_step() -> int:
         ranks = cfg.parallel.dp_replicate_degree * max(cfg.parallel.dp_shard_degree, 1)
-        return max(cfg.batch.micro_batch_size * ranks, 1)
+        return max(cfg.batch.micro_batch_size * ranks, 1) if ranks > 1 else 1
 
     def rule(key: str, *, holds: Callable[[], bool]) -> Rule:
         return Rule(

@@ -130,8 +130,10 @@ def _high_precision_problems(spec: OperandSpec) -> list[str]:
         "block": (spec.block, Block.none),
         "rounding": (spec.rounding, Rounding.nearest_even),
         "hadamard_size": (spec.hadamard_size, 0),
+        "hadamard_signs": (spec.hadamard_signs, HadamardSigns.none),
         "global_scale": (spec.global_scale, GlobalScale.none),
         "scale_rule": (spec.scale_rule, ScaleRule.amax),
+        "block_scale_max": (spec.block_scale_max, 448),
     }
     return [
         f"{key}: found {found}, a {spec.format} operand has only {only}"

@@ -4,9 +4,8 @@
     dgrad  dx = dy w       contracts the output features
     wgrad  dw = dy^T x     contracts the tokens
 
-Every recipe runs this code: in BF16 and FP32 the operands are casts. Between forward and backward only packed
-operands are
-kept: x as wgrad will contract it and w as dgrad will, not the activations they came from.
+Every recipe runs this code: in BF16 and FP32 the operands are casts. Between forward and backward only packed operands
+are kept: x as wgrad will contract it and w as dgrad will, not the activations they came from.
 """
 
 from collections.abc import Callable

@@ -16,9 +16,7 @@ from nvfp4_train.numerics.quantize import (
     quantize_operand,
 )
 from nvfp4_train.numerics.random import RandomStream, stream_key
-from nvfp4_train.numerics.spec import Format, OperandSpec, Rounding
-
-FORMAT_DTYPE = {Format.fp32: torch.float32, Format.bf16: torch.bfloat16}
+from nvfp4_train.numerics.spec import OperandSpec, Rounding
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class StoredOperand:
         shape: Rows and columns of the quantized matrix.
         dtype: Dtype of the tensor that was quantized.
         is_transposed: Whether the GEMM contracts the other dim of the codes (16x16 tiles do not depend on the
-        direction).
+            direction).
     """
 
     tensors: tuple[Tensor, ...]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.base import Engine, Forward
-from nvfp4_train.precision.non_finite import find_non_finite_layer
-from nvfp4_train.train.metrics import is_finite
+from nvfp4_train.precision.monitor import recorded_amax
+from nvfp4_train.train.metrics import first_non_finite, is_finite
 
 
 class NonFiniteError(ArithmeticError):
@@ -21,7 +21,7 @@ def describe_cause(engine: Engine, batches: Iterable[Batch]) -> str:
     What the precision pass recorded of the last backward is read first. Then the forward passes are repeated with the
     present weights, which are those that the bad step started from: an update that is not finite is not applied.
     """
-    recorded = find_non_finite_layer(engine.model)
+    recorded = first_non_finite(recorded_amax(engine.model))
     findings: list[str] = []
     with _watched(engine.model, findings):
         for batch in batches:

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on."""
 
+import logging
 from datetime import timedelta
 
 from rich.console import Console
@@ -8,6 +9,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 from nvfp4_train.train.sinks import Row
 
 output = Console(highlight=False, markup=False, soft_wrap=True)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints above a progress bar, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        output.print(self.format(record))
+
+
+def show_log() -> None:
+    """Print what the package logs from now on, such as how GEMMs are multiplied on this machine."""
+    logger = logging.getLogger("nvfp4_train")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _ConsoleHandler) for handler in logger.handlers):
+        logger.addHandler(_ConsoleHandler())
 
 
 def describe_row(row: Row, *, total_tokens: int) -> str:

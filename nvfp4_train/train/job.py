@@ -17,7 +17,7 @@ from nvfp4_train.train.callbacks.checkpointing import Checkpointing
 from nvfp4_train.train.callbacks.metrics_logging import MetricsLogging
 from nvfp4_train.train.callbacks.profiler import Profiler
 from nvfp4_train.train.callbacks.stop_signals import StopSignals
-from nvfp4_train.train.console import build_console, output, short_count
+from nvfp4_train.train.console import build_console, output, short_count, show_log
 from nvfp4_train.train.evaluate import Evaluation
 from nvfp4_train.train.pace import Pace
 from nvfp4_train.train.resume import Start, check_data
@@ -85,6 +85,8 @@ class Job:
     def train(self) -> signal.Signals | None:
         """Build everything that takes memory and train; return the signal that stopped the run, if one did."""
         cfg = self.loaded.cfg
+        if self.runtime.is_main:
+            show_log()
         with ExitStack() as stack:
             data = build_data(
                 cfg.data,

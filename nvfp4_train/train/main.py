@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from nvfp4_train.config.load import LoadedConfig, load_yaml
@@ -31,12 +32,11 @@ def main(loaded: LoadedConfig, *, report: Callable[[Path], str]) -> int:
     """
     rank = 0
     try:
-        runtime = start_runtime(loaded.cfg.run.device)
-        rank = runtime.rank
-        try:
-            return _run(_prepare(loaded, runtime=runtime), report=report)
-        finally:
-            stop_runtime()
+        with ExitStack() as stack:
+            runtime = start_runtime(loaded.cfg.run.device)
+            stack.callback(stop_runtime)
+            rank = runtime.rank
+            return _run(_prepare(loaded, runtime=runtime, stack=stack), report=report)
     except USER_FACING as error:
         return report_failure(error, rank=rank)
     except FailedElsewhereError:
@@ -46,14 +46,14 @@ def main(loaded: LoadedConfig, *, report: Callable[[Path], str]) -> int:
         return EXIT_SIGNAL + 2
 
 
-def _prepare(loaded: LoadedConfig, *, runtime: Runtime) -> Job:
-    """Check and decide everything that needs no data and no memory."""
+def _prepare(loaded: LoadedConfig, *, runtime: Runtime, stack: ExitStack) -> Job:
+    """Check and decide everything that needs no data and no memory; ``stack`` keeps the run folder locked."""
     cfg = loaded.cfg
     mesh = build_mesh(cfg.parallel, runtime)
     mesh.check_batch(cfg.batch)
     prepared = prepare_model(cfg.model, cfg.recipe, seed=cfg.run.seed)
     folder = RunFolder(Path(cfg.run.dir) / cfg.run.name)
-    start = _agree_on_start(loaded, folder=folder, runtime=runtime)
+    start = _agree_on_start(loaded, folder=folder, runtime=runtime, stack=stack)
     pace = Pace(
         run=cfg.run,
         batch=cfg.batch,
@@ -64,13 +64,14 @@ def _prepare(loaded: LoadedConfig, *, runtime: Runtime) -> Job:
     return Job(loaded=loaded, runtime=runtime, mesh=mesh, prepared=prepared, folder=folder, start=start, pace=pace)
 
 
-def _agree_on_start(loaded: LoadedConfig, *, folder: RunFolder, runtime: Runtime) -> Start:
+def _agree_on_start(loaded: LoadedConfig, *, folder: RunFolder, runtime: Runtime, stack: ExitStack) -> Start:
     """Let rank 0 look at the disk, so that all ranks start from the same checkpoint and one of them complains."""
     request = Request(resume=loaded.cfg.resume, mode=loaded.cfg.resume_mode, config=load_yaml(loaded.yaml))
     start: Start | None = None
     failure: Exception | None = None
     if runtime.is_main:
         try:
+            stack.enter_context(folder.lock())
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 start = decide_start(request, folder=folder)

@@ -1,7 +1,7 @@
 """Numbers about training. Besides ``evaluate`` this is the only module that waits for the device."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,10 +51,15 @@ def find_non_finite_parameter(model: nn.Module) -> str | None:
     """Wait for the device and name the first parameter of which this rank holds a NaN or an infinity."""
     # A sharded parameter gives its local part; what a rank does not hold another one looks at.
     parts = {name: getattr(value, "to_local", lambda value=value: value)() for name, value in model.named_parameters()}
-    if not parts:
+    return first_non_finite(parts)
+
+
+def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Wait for the tensors, in one transfer, and name the first one that holds a NaN or an infinity."""
+    if not tensors:
         return None
-    finite = torch.stack([part.isfinite().all() for part in parts.values()]).tolist()
-    return next((name for name, is_good in zip(parts, finite, strict=True) if not is_good), None)
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist()
+    return next((name for name, is_good in zip(tensors, finite, strict=True) if not is_good), None)
 
 
 class Stopwatch:

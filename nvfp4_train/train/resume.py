@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvfp4_train.checkpoint.folder import is_complete, latest_checkpoint, read_metadata
+from nvfp4_train.checkpoint.error import damaged
+from nvfp4_train.checkpoint.folder import METADATA, is_complete, latest_checkpoint, read_metadata
 from nvfp4_train.config.difference import Difference, config_difference, refused_differences
 from nvfp4_train.config.train import ResumeMode
 from nvfp4_train.train.run_folder import RunFolder
@@ -13,6 +14,8 @@ from nvfp4_train.train.state import TrainState
 
 # Keys that say what this start is; that they differ tells nobody anything.
 EXPECTED = ("run.name", "run.dir", "resume", "resume_mode")
+# What a checkpoint has to record for a start, and the keys of it.
+NEEDED: dict[str, set[str]] = {"train_state": set(TrainState().to_dict()), "data": {"fingerprint"}, "config": set()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +109,7 @@ def _start_afresh(folder: RunFolder) -> Start:
 
 
 def _continue_own(checkpoint: Path, *, request: Request, folder: RunFolder) -> Start:
-    metadata = read_metadata(checkpoint)
+    metadata = _read(checkpoint)
     differences = _compare(metadata, request.config, mode=ResumeMode["continue"], checkpoint=checkpoint)
     return Start(
         checkpoint=checkpoint, metadata=metadata, is_own=True, differences=differences, lineage=folder.read_lineage()
@@ -124,7 +127,7 @@ def _start_from_path(request: Request, *, own: Path | None, folder: RunFolder) -
                 "    fix: run.name=NEW_NAME starts another run from there, resume=auto continues this one"
             )
         return _continue_own(own, request=request, folder=folder)
-    metadata = read_metadata(checkpoint)
+    metadata = _read(checkpoint)
     differences = _compare(metadata, request.config, mode=request.mode, checkpoint=checkpoint)
     lineage = {
         "resume": request.resume,
@@ -144,6 +147,16 @@ def _find_checkpoint(path: Path) -> Path:
         if newest is not None:
             return newest
     return path
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    """Read the metadata; nothing that a start needs may be missing, or schedules would begin again in silence."""
+    metadata = read_metadata(checkpoint)
+    for key, names in NEEDED.items():
+        part = metadata.get(key)
+        if not isinstance(part, dict) or not part.keys() >= names:
+            raise damaged(checkpoint / METADATA, KeyError(key))
+    return metadata
 
 
 def _compare(

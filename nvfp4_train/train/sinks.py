@@ -52,15 +52,30 @@ class JsonLines:
 
 
 def rows_until(path: Path, *, step: int) -> str:
-    """Return the complete lines of a metrics file whose step is at most ``step``; nothing if there is no file."""
+    """Return the complete lines of a metrics file whose step is at most ``step``; nothing if there is no file.
+
+    Raises:
+        ValueError: A line other than the last is no row; nobody knows what else is missing.
+    """
     if not path.exists():
         return ""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n") or _step_of(line, where=f"{path}:{number}") > step:
             break
-        kept.append(line)
+        kept.append(line.decode())
     return "".join(kept)
+
+
+def _step_of(line: bytes, *, where: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where}: this line is no metric row ({error})\n"
+            "    expected: a JSON object with step\n"
+            "    fix:      correct or remove the line; the file is not touched until then"
+        ) from error
 
 
 class TensorBoard:

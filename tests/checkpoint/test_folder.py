@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_a_folder_without_its_marker_is_ignored_with_a_warning(tmp_path):
 
 
 def test_nothing_else_in_the_directory_counts(tmp_path, recwarn):
-    for name in (".step_00000009.saving", "step_", "step_7a", "other"):
+    for name in (".step_00000009.saving", "step_", "step_7a", "step_²", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000003").write_text("a file")
     assert latest_checkpoint(tmp_path) is None
@@ -67,3 +68,27 @@ def test_nothing_else_in_the_directory_counts(tmp_path, recwarn):
 def test_a_path_that_does_not_exist_is_said_to(tmp_path):
     with pytest.raises(CheckpointError, match="step_00000001 is not a checkpoint that can be used: it does not exist"):
         read_metadata(tmp_path / "step_00000001")
+
+
+def test_a_path_that_is_a_file_is_said_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"it is not a folder\n    fix: name a folder with the file COMPLETE"):
+        read_metadata(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["", "{garbage", "[]", "{}", '{"format_version": 1}', "\xff"])
+def test_damaged_metadata_are_one_clear_error(tmp_path, text):
+    path = make(tmp_path, 7)
+    (path / "metadata.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"step_00000007/metadata.json could not be read: .*\n    fix: "):
+        read_info(path)
+    (path / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"metadata.json could not be read: FileNotFoundError"):
+        read_info(path)
+
+
+def test_another_format_version_is_refused(tmp_path):
+    path = make(tmp_path, 7)
+    write_info(path, replace(INFO, format_version=2))
+    with pytest.raises(CheckpointError, match="has format version 2, and this program reads version 1"):
+        read_info(path)

@@ -76,3 +76,19 @@ def test_a_truncated_file_is_one_clear_error(saved):
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="step_00000002 could not be read"):
         load_checkpoint(saved, make_state(), engine="torch")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 9, b"\x80\x04N.", pytest.param(None, id="cut in half")])
+def test_a_damaged_table_of_contents_is_one_clear_error(saved, content):
+    file = saved / ".metadata"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content is None else content)
+    with pytest.raises(CheckpointError, match=r"step_00000002 could not be read: .*\n    fix: "):
+        load_checkpoint(saved, make_state(), engine="torch")
+
+
+def test_pytorch_does_not_talk_users_into_unsafe_loading(saved):
+    file = saved / "__0_0.distcp"
+    file.write_bytes(b"\xf3" * file.stat().st_size)
+    with pytest.raises(CheckpointError, match="step_00000002 could not be read") as caught:
+        load_checkpoint(saved, make_state(), engine="torch")
+    assert "weights_only" not in str(caught.value)

@@ -1,3 +1,4 @@
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -51,6 +52,12 @@ def test_a_problem_shows_key_value_rule_and_fix(value, line):
 def test_a_problem_moves_below_its_group():
     assert problem().below("model").key == "model.a.b"
     assert problem().below("").key == "a.b"
+
+
+def test_an_infinite_value_is_said_to_be_one():
+    cfg = unset(Outer, width=math.inf)
+    for rules in (positive(cfg, "width"), not_negative(cfg, "width")):
+        assert [found.rule for found in violations(cfg, *rules)] == ["must be finite"]
 
 
 def test_require_raises_all_or_nothing():

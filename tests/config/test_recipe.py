@@ -30,7 +30,6 @@ def test_the_published_recipe():
 
 def test_properties():
     assert NVFP4.linear.is_quantized
-    assert NVFP4.linear.is_stochastic
     assert NVFP4.linear.dim_multiple == 16
 
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from nvfp4_train.config.load import load_config
 from nvfp4_train.config.recipe import KeepBf16
 from nvfp4_train.config.train import ResumeMode, cross_group_problems
 from tests.support.configs import composed, load_problems, problems_of
@@ -39,6 +40,11 @@ def test_a_ramp_is_shared_by_the_data_ranks_too():
     batch, parallel = replace(TINY.batch, ramp=ramp), replace(TINY.parallel, dp_shard_degree=2)
     problems = problems_of(lambda: replace(TINY, batch=batch, parallel=parallel))
     assert [problem.key for problem in problems] == ["batch.ramp.start", "batch.ramp.increment"]
+
+
+def test_a_batch_that_is_no_multiple_of_its_microbatches_is_one_problem():
+    problems = problems_of(lambda: load_config(["experiment=tiny", "batch.global_batch_size=10"]))
+    assert [problem.key for problem in problems] == ["batch.global_batch_size"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import torch
 
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
+from nvfp4_train.model import loss
 
 
 def make_batch() -> Batch:
@@ -23,3 +24,7 @@ def test_to_moves_every_tensor_and_keeps_the_index():
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.microbatch_index == 5
     assert moved.document_ids.dtype == torch.int32
+
+
+def test_the_loss_leaves_out_the_labels_that_the_data_do_not_count():
+    assert loss.IGNORE_INDEX == IGNORE_INDEX  # two constants, because neither package imports the other

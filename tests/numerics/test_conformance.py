@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from nvfp4_train.numerics.conformance import check_files, first_difference, load_golden, recompute
 from nvfp4_train.numerics.kernels import Backend, loader
+from tests.support.compiler import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "nvfp4_reference" / "golden.safetensors"
@@ -92,6 +93,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(exit_info.value.code or 0)
 
 
+@needs_compiler
 def test_the_script_exits_with_0_1_or_2(
     golden: dict[str, torch.Tensor],
     tmp_path: Path,

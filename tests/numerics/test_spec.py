@@ -33,6 +33,8 @@ def test_defined_combinations_are_accepted(fields: dict[str, object]):
         (BF16 | {"block": Block.row_1x16}, "block: found row_1x16, a bf16 operand has only none"),
         (BF16 | {"rounding": Rounding.stochastic}, "rounding: found stochastic"),
         (BF16 | {"hadamard_size": 16}, "hadamard_size: found 16"),
+        (BF16 | {"hadamard_signs": HadamardSigns.fixed}, "hadamard_signs: found fixed, a bf16 operand has only none"),
+        (BF16 | {"block_scale_max": 256}, "block_scale_max: found 256, a bf16 operand has only 448"),
         (NVFP4 | {"block": Block.none}, "block: found none"),
         (NVFP4 | {"global_scale": GlobalScale.none}, "global_scale: found none"),
         (NVFP4 | {"hadamard_size": 8}, "hadamard_size: found 8, expected 0"),

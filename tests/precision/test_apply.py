@@ -134,7 +134,7 @@ def test_the_hybrid_model_runs_with_its_linears_in_the_order_of_their_names():
     [batch] = tiny_batches(step=0, num_microbatches=1)
     loss = model(batch.tokens, document_ids=batch.document_ids, labels=batch.labels)
     loss.backward()
-    assert order == [row.module for row in plan.coverage]  # find_non_finite_layer relies on it
+    assert order == [row.module for row in plan.coverage]  # recorded_amax relies on it
     assert order[0] == "blocks.0.mixer.in_proj"
     assert order[-1] == "lm_head"
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

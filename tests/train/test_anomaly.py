@@ -45,7 +45,8 @@ def test_a_row_of_the_embedding_is_found_in_the_batch_that_reads_it():
 
 
 def test_a_finite_forward_leaves_what_the_backward_recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(anomaly, "find_non_finite_layer", lambda model: "first: wgrad.dy")
+    amax = {"first: dgrad.dy": torch.tensor([1.0]), "first: wgrad.dy": torch.tensor([math.nan])}
+    monkeypatch.setattr(anomaly, "recorded_amax", lambda model: amax)
     cause = describe_cause(FakeEngine(model=model(first=nn.Linear(8, 8))), [fake_batch(1)])
     assert cause == "first in the backward pass: first: wgrad.dy"
 

@@ -1,10 +1,19 @@
 import io
+import logging
 
 import pytest
 from rich.console import Console
 
 from nvfp4_train.train import console
-from nvfp4_train.train.console import PlainLines, ProgressBar, build_console, describe_eta, describe_row, short_count
+from nvfp4_train.train.console import (
+    PlainLines,
+    ProgressBar,
+    build_console,
+    describe_eta,
+    describe_row,
+    short_count,
+    show_log,
+)
 
 ROW = {"step": 5, "tokens": 2560, "train/loss": 6.13, "train/grad_norm": 1.5, "lr": 3e-3, "tokens_per_second": 1000.0}
 EVALUATED = {**ROW, "val/loss": 6.0, "val/loss_bf16": 5.9}
@@ -65,3 +74,13 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_eta(monkeypatch: pytest.Monke
 def test_a_terminal_without_a_bar_gets_lines(monkeypatch: pytest.MonkeyPatch):
     terminal(monkeypatch)
     assert isinstance(build_console(progress_bar=False, total_tokens=1), PlainLines)
+
+
+def test_what_the_package_logs_is_shown_once(monkeypatch: pytest.MonkeyPatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "output", Console(file=shown))
+    monkeypatch.setattr(logging.getLogger("nvfp4_train"), "handlers", [])
+    for _ in range(2):
+        show_log()
+    logging.getLogger("nvfp4_train.numerics.gemm").info("gemm: auto is %s", "bf16_exact")
+    assert shown.getvalue() == "gemm: auto is bf16_exact\n"

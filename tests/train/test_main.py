@@ -1,4 +1,5 @@
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,29 @@ def test_the_other_ranks_leave_quietly_when_rank_0_refuses(
     runtime = SimpleNamespace(is_main=False, share=lambda value: None)
     loaded = load_config(dirs.overrides("run"))
     with pytest.raises(FailedElsewhereError):
-        entry._agree_on_start(loaded, folder=RunFolder(dirs.runs / "run"), runtime=runtime)  # type: ignore[arg-type]
+        entry._agree_on_start(
+            loaded,
+            folder=RunFolder(dirs.runs / "run"),
+            runtime=runtime,  # type: ignore[arg-type]
+            stack=ExitStack(),
+        )
     monkeypatch.setattr(entry, "_run", fail_with(FailedElsewhereError()))
     assert dirs.train("run") == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_folder_in_use_is_refused_and_left_alone(dirs: RunDirs, capsys: pytest.CaptureFixture[str]):
+    with RunFolder(dirs.runs / "run").lock():
+        assert dirs.train("run") == 1
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    assert not (dirs.runs / "run").exists()
+    assert dirs.train("run", "run.stop_after_steps=1") == 0
+
+
+def test_a_folder_of_runs_that_is_a_file_is_told_before_the_data_are_prepared(
+    dirs: RunDirs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    assert dirs.train("run", f"run.dir={tmp_path / 'file'}", f"data.cache_dir={tmp_path / 'cache'}") == 1
+    assert "set run.dir to a folder that can be written" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()

@@ -9,6 +9,7 @@ from nvfp4_train.train.metrics import (
     Throughput,
     count_labels,
     find_non_finite_parameter,
+    first_non_finite,
     is_finite,
     is_true_on_any_rank,
     read_step,
@@ -91,3 +92,11 @@ def test_the_first_parameter_that_is_not_finite_is_named():
         model[1].bias[1] = math.nan
     assert find_non_finite_parameter(model) == "1.bias"
     assert find_non_finite_parameter(nn.Identity()) is None
+
+
+def test_the_first_tensor_that_is_not_finite_is_named():
+    fine, infinite, missing = torch.ones(2), torch.tensor([0.0, -math.inf]), torch.tensor([math.nan])
+    assert first_non_finite({"fine": fine, "infinite": infinite, "missing": missing}) == "infinite"
+    assert first_non_finite({"missing": missing, "fine": fine, "infinite": infinite}) == "missing"
+    assert first_non_finite({"fine": fine}) is None
+    assert first_non_finite({}) is None

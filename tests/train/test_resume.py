@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nvfp4_train.checkpoint.error import CheckpointError
-from nvfp4_train.checkpoint.folder import CheckpointInfo, mark_complete, write_info
+from nvfp4_train.checkpoint.folder import CheckpointInfo, mark_complete, read_info, write_info
 from nvfp4_train.config.load import load_config, load_yaml
 from nvfp4_train.config.train import ResumeMode
 from nvfp4_train.train.resume import Request, Start, check_data, decide_start
@@ -82,6 +82,18 @@ def test_a_checkpoint_without_its_marker_is_ignored_with_a_warning(trunk: RunFol
     with pytest.warns(UserWarning, match="step_00000030 is ignored"):
         start = decide_start(request(), folder=trunk)
     assert start.state().step == 20
+
+
+@pytest.mark.parametrize("key", ["train_state", "data", "config"])
+@pytest.mark.parametrize("value", [None, {}, 3])
+def test_a_checkpoint_that_does_not_say_where_it_stands_is_refused(trunk: RunFolder, key: str, value: object):
+    info = read_info(trunk.checkpoints / "step_00000020")
+    info.metadata[key] = value
+    if (key, value) == ("config", {}):
+        del info.metadata[key]
+    write_info(trunk.checkpoints / "step_00000020", info)
+    with pytest.raises(CheckpointError, match=rf"metadata.json could not be read: KeyError: '{key}'"):
+        decide_start(request(), folder=trunk)
 
 
 def test_never_starts_afresh_in_an_empty_folder(branch: RunFolder):

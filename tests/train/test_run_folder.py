@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,25 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no space"):
         write_text(path, "new")
     assert path.read_text() == "old"
+
+
+def test_one_process_at_a_time_has_the_folder(tmp_path: Path):
+    folder = RunFolder(tmp_path / "runs" / "run")
+    with folder.lock(), pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on "), folder.lock():
+        pass
+    with folder.lock():
+        assert not folder.is_used
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, name: str):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"set run\.dir to a folder"), RunFolder(tmp_path / name).lock():
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[1]"])
+def test_a_damaged_lineage_is_named(tmp_path: Path, text: str):
+    (tmp_path / "lineage.json").write_text(text)
+    with pytest.raises(ValueError, match=r"lineage.json is damaged"):
+        RunFolder(tmp_path).read_lineage()

@@ -62,6 +62,16 @@ def test_a_torn_line_is_dropped(tmp_path: Path):
     assert rows_until(path, step=9) == lines(0, 1)
 
 
+@pytest.mark.parametrize("damage", [b"garbage\n", b"\xff\xfe\n", b"{}\n", b"3\n", b'{"step": null}\n'])
+def test_a_line_that_is_no_row_is_named_and_nothing_is_dropped(tmp_path: Path, damage: bytes):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines(0).encode() + damage + lines(1).encode())
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: this line is no metric row"):
+        JsonLines(path, resume_step=1)
+    assert path.read_bytes() == before
+
+
 def test_a_missing_file_has_no_rows(tmp_path: Path):
     assert rows_until(tmp_path / "metrics.jsonl", step=9) == ""
 

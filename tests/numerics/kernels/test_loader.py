@@ -8,6 +8,7 @@ import torch
 
 from nvfp4_train.numerics.kernels import Backend, is_compiled, loader, use
 from nvfp4_train.numerics.quantize import Direction, quantize
+from tests.support.compiler import needs_compiler
 from tests.support.tensors import operand_spec, same_bits
 
 
@@ -28,6 +29,7 @@ def build_and_load(barrier: object, names: object) -> None:
     names.put(loader.library.__wrapped__()._name)  # type: ignore[attr-defined]
 
 
+@needs_compiler
 def test_processes_that_build_at_once_all_load_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "small.cpp"
@@ -63,6 +65,7 @@ def test_without_a_compiler_the_compiled_backend_is_an_error():
         pass
 
 
+@needs_compiler
 def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loader, "SOURCES", (tmp_path / "broken.cpp",))
     (tmp_path / "broken.cpp").write_text("this is not C++")
@@ -73,6 +76,7 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monke
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@needs_compiler
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "nvfp4_train").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -80,6 +84,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch:
         loader.library.__wrapped__()
 
 
+@needs_compiler
 def test_what_decides_the_bits_decides_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = loader.find_compiler()
     assert compiler is not None
@@ -101,6 +106,7 @@ def test_fused_multiply_add_and_fast_math_are_off():
     assert not {"-ffast-math", "-Ofast", "-funsafe-math-optimizations"} & set(loader.FLAGS)
 
 
+@needs_compiler
 def test_the_backend_is_chosen_by_context():
     x = torch.zeros(1)
     assert is_compiled(x)

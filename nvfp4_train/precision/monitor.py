@@ -1,0 +1,24 @@
+"""What the quantized operands of a model left behind."""
+
+from torch import Tensor, nn
+
+from nvfp4_train.precision.linear import QuantizedLinear
+
+_FORWARD_OPERANDS = ("fprop.x", "fprop.w", "dgrad.w", "wgrad.x")
+_BACKWARD_OPERANDS = ("dgrad.dy", "wgrad.dy")
+
+
+def recorded_amax(model: nn.Module) -> dict[str, Tensor]:
+    """Return the largest magnitude of each quantized operand in the newest step, without waiting for the device.
+
+    In the order of computation, so that the first one that is not finite is where a NaN or an infinity came from: the
+    forward from the first layer to the last (modules are defined in the order in which they run), then the backward
+    from the last to the first. Operands in high precision leave no record.
+
+    Returns:
+        Name, for example ``blocks.3.mixer.in_proj: fprop.x``, to fp32 [1].
+    """
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    order = [(linear, name) for linear in linears for name in _FORWARD_OPERANDS]
+    order += [(linear, name) for linear in reversed(linears) for name in _BACKWARD_OPERANDS]
+    return {f"{linear.precision.layer}: {name}": linear.amax[name] for linear, name in order if name in linear.amax}
