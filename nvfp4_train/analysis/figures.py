@@ -16,11 +16,7 @@ def plot_loss_curve(run: Run, *, path: Path) -> None:
     Raises:
         PlotsMissingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotsMissingError("figures need the package matplotlib: pip install 'nvfp4-train[plots]'") from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = _new_figure(figsize=(8, 4.5))
     axes = figure.subplots()
     styles: dict[str, dict[str, Any]] = {
         "train/loss": {"label": "training", "color": "0.6", "linewidth": 1},
@@ -42,3 +38,34 @@ def plot_loss_curve(run: Run, *, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def plot_sources(run: Run, *, path: Path) -> None:
+    """Draw what each source of the data has given, in tokens and in epochs, over the run into a PNG.
+
+    Raises:
+        PlotsMissingError: matplotlib is not installed.
+    """
+    figure = _new_figure(figsize=(8, 7))
+    given, epochs = figure.subplots(2, sharex=True)
+    for name in run.sources():
+        series = run.series(f"data/{name}/tokens")
+        millions = [tokens / 1e6 for tokens in series.tokens]
+        given.plot(millions, [tokens / 1e6 for tokens in series.values], label=name)
+        epochs.plot(millions, run.series(f"data/{name}/epochs").values, label=name)
+    given.set_ylabel("tokens given (millions)")
+    epochs.set_ylabel("epochs")
+    epochs.set_xlabel("tokens (millions)")
+    given.set_title(f"{run.path.name}: data by source")
+    for axes in (given, epochs):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _new_figure(*, figsize: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotsMissingError("figures need the package matplotlib: pip install 'nvfp4-train[plots]'") from error
+    return Figure(figsize=figsize, layout="constrained")

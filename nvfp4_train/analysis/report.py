@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nvfp4_train.analysis.figures import PlotsMissingError, plot_loss_curve
+from nvfp4_train.analysis.figures import PlotsMissingError, plot_loss_curve, plot_sources
 from nvfp4_train.analysis.runs import Run, Series, load_run
 
 
@@ -52,6 +52,8 @@ class RunSummary:
 def report_run(path: Path) -> str:
     """Draw the loss curve of a run folder, write its ``summary.json`` and return the summary as text.
 
+    Where the data have several sources, ``data.png`` shows what each has given.
+
     Raises:
         ValueError: ``path`` is not the folder of a run.
     """
@@ -59,6 +61,8 @@ def report_run(path: Path) -> str:
     figure = str(path / "loss.png")
     try:
         plot_loss_curve(run, path=path / "loss.png")
+        if len(run.sources()) > 1:
+            plot_sources(run, path=path / "data.png")
     except PlotsMissingError as error:
         figure = f"none: {error}"
     summary = summarize(run, figure=figure)

@@ -49,6 +49,11 @@ class Run:
             values=[float(row[key]) for row in rows],
         )
 
+    def sources(self) -> list[str]:
+        """Return the names of the sources of the data, in the order in which they first gave something."""
+        names = (key.split("/")[1] for row in self.rows for key in row if key.startswith("data/"))
+        return list(dict.fromkeys(names))
+
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput over all rows, evaluation and saving not counted; None if no step was logged."""

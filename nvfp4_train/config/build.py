@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from nvfp4_train.config.convert import MISSING, convert_value, mismatch
 from nvfp4_train.config.data import DataConfig, PythonStdlibDataConfig, TextFilesDataConfig
 from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig
+from nvfp4_train.config.hub_data import HubDataConfig
+from nvfp4_train.config.indexed_data import IndexedDataConfig
 from nvfp4_train.config.optimizer import AdamWConfig, OptimizerConfig
 from nvfp4_train.config.problem import NO_VALUE, ConfigError, Problem, is_complete, require
 from nvfp4_train.config.scheduler import (
@@ -29,7 +31,12 @@ from nvfp4_train.config.train import TrainConfig
 
 # A group with several leaf classes says in its key `type` which of them its YAML describes.
 LEAVES: dict[type, dict[str, type]] = {
-    DataConfig: {"python_stdlib": PythonStdlibDataConfig, "text_files": TextFilesDataConfig},
+    DataConfig: {
+        "python_stdlib": PythonStdlibDataConfig,
+        "text_files": TextFilesDataConfig,
+        "hub": HubDataConfig,
+        "indexed": IndexedDataConfig,
+    },
     OptimizerConfig: {"adamw": AdamWConfig},
     SchedulerConfig: {
         "wsd": WsdConfig,
@@ -76,6 +83,8 @@ def plain_values(cfg: object) -> dict[str, object]:
         value = getattr(cfg, field.name)
         if is_dataclass(value):
             value = plain_values(value)
+        elif isinstance(value, dict):
+            value = {name: plain_values(item) if is_dataclass(item) else item for name, item in value.items()}
         elif isinstance(value, Enum):
             value = value.name
         values[field.name] = value
@@ -139,6 +148,10 @@ class _Builder:
                 Problem(key=key, value=value, rule=rule, fix=f"set its keys one by one: {key}.KEY=VALUE")
             )
             return REPORTED
+        entry = named_entry(hint)
+        if entry is not None and isinstance(value, Mapping):
+            entries = {str(name): self._field_value(entry, value[name], key=_join(key, str(name))) for name in value}
+            return REPORTED if REPORTED in entries.values() else entries
         try:
             return convert_value(value, hint)
         except TypeError:
@@ -190,9 +203,22 @@ def _keys_below(cls: type, values: object, *, prefix: str) -> list[str]:
         return []
     keys = []
     for name, hint in get_type_hints(leaf).items():
-        key = _join(prefix, name)
-        keys += _keys_below(hint, values.get(name), prefix=key) if is_dataclass(hint) else [key]  # type: ignore[arg-type]
+        key, value, entry = _join(prefix, name), values.get(name), named_entry(hint)
+        if is_dataclass(hint):
+            keys += _keys_below(hint, value, prefix=key)  # type: ignore[arg-type]
+        elif entry is not None:  # the user chooses the names
+            for item, inner in value.items() if isinstance(value, Mapping) else ():
+                keys += _keys_below(entry, inner, prefix=_join(key, str(item)))
+        else:
+            keys.append(key)
     return keys
+
+
+def named_entry(hint: Any) -> type | None:
+    """Return the dataclass that ``dict[str, dataclass]`` holds, or None for any other type."""
+    if get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
+        return get_args(hint)[1]
+    return None
 
 
 def _join(prefix: str, name: str) -> str:

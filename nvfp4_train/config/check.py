@@ -7,7 +7,10 @@ from nvfp4_train.config.problem import ConfigError, report
 from nvfp4_train.config.tree import group_choices
 
 # What a choice leaves to the user.
-USER_VALUES = {"data=text_files": ["data.paths=[README.md]"]}
+USER_VALUES = {
+    "data=text_files": ["data.paths=[README.md]"],
+    "data=indexed": ["data.sources={a: {paths: [a]}}", "data.validation={a: {paths: [b]}}"],
+}
 
 
 def compositions() -> list[list[str]]:

@@ -1,15 +1,16 @@
 """Turns a value as YAML or the command line gives it into a field's type."""
 
+from collections.abc import Mapping
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from nvfp4_train.config.problem import Problem
 from nvfp4_train.config.suggest import choice_fix
 
 MISSING = "???"  # how Hydra writes a value that the user must give
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
-_LIST_EXAMPLE = "'[a,b]'"
+_LIST_EXAMPLE, _MAPPING_EXAMPLE = "'[a,b]'", "'{a: 1, b: 2}'"
 _EXAMPLES = {str: "'\"text\"'", bool: "true", int: "16", float: "0.1"}
 
 
@@ -18,7 +19,8 @@ def convert_value(value: object, hint: Any) -> Any:
 
     Args:
         value: Text, number, bool, None or list.
-        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, or one of them ``| None``.
+        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, ``dict[str, ...]`` of numbers, or one of
+            them ``| None``.
 
     Raises:
         TypeError: if it does not fit.
@@ -37,6 +39,8 @@ def convert_value(value: object, hint: Any) -> Any:
         return _enum_member(value, hint)
     if hint == list[str] and isinstance(value, list):
         return [convert_value(item, str) for item in value]
+    if get_origin(hint) is dict and isinstance(value, Mapping):
+        return {str(name): convert_value(item, get_args(hint)[1]) for name, item in value.items()}
     raise TypeError(f"{value!r} is not {expected_type(hint)}")
 
 
@@ -46,7 +50,8 @@ def mismatch(key: str, value: object, hint: Any) -> Problem:
     if isinstance(inner, type) and issubclass(inner, Enum):
         fix = choice_fix(str(value), inner.__members__)
     else:
-        fix = f"for example {key}={_EXAMPLES.get(inner, _LIST_EXAMPLE)}"
+        other = _MAPPING_EXAMPLE if get_origin(inner) is dict else _LIST_EXAMPLE
+        fix = f"for example {key}={_EXAMPLES.get(inner, other)}"
     return Problem(key=key, value=value, rule=f"must be {expected_type(hint)}", fix=fix)
 
 
@@ -56,6 +61,9 @@ def expected_type(hint: Any) -> str:
         return f"{expected_type(_not_none(hint))} or null"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(hint.__members__)}"
+    if get_origin(hint) is dict:
+        item = get_args(hint)[1]
+        return f"names with {_WORDS.get(item, 'a group of keys')} each"
     return _WORDS.get(hint, "a list of texts")
 
 

@@ -7,28 +7,45 @@ from nvfp4_train.config.problem import Rule, check, not_negative
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """What every source has.
+    """What all data have.
 
     Args:
         cache_dir: Folder for prepared files, shared by runs; ``~`` and environment variables are expanded.
-        validation_fraction: Share of documents that a hash of their text puts into the validation set; where there are
-            too few documents for that, the share of each document's end.
-        tokenizer_vocab_size: Entries of the byte-level BPE that is trained on the text.
         prefetch: Microbatches that a background thread prepares ahead.
     """
 
     cache_dir: str
-    validation_fraction: float
-    tokenizer_vocab_size: int
     prefetch: int
 
 
+@dataclass(kw_only=True, slots=True)
+class TextDataConfig(DataConfig):
+    """Text that is tokenized before the run.
+
+    Args:
+        validation_fraction: Share of documents that a hash of their text puts into the validation set; where there are
+            too few documents for that, the share of each document's end.
+        tokenizer_vocab_size: Entries of the byte-level BPE that is trained on the text.
+    """
+
+    validation_fraction: float
+    tokenizer_vocab_size: int
+
+
 def data_rules(cfg: DataConfig) -> list[Rule]:
-    """Rules for the fields that every source has."""
+    """Rules for the fields that all data have."""
     return [
         Rule(
             "cache_dir", lambda: bool(cfg.cache_dir), "must name a folder", "data.cache_dir=~/.cache/nvfp4_train/data"
         ),
+        *not_negative(cfg, "prefetch"),
+    ]
+
+
+def text_rules(cfg: TextDataConfig) -> list[Rule]:
+    """Rules for the fields that all text has."""
+    return [
+        *data_rules(cfg),
         Rule(
             "validation_fraction",
             lambda: 0 < cfg.validation_fraction < 1,
@@ -41,20 +58,19 @@ def data_rules(cfg: DataConfig) -> list[Rule]:
             "must be at least 260: 256 bytes and the special tokens",
             "the demo uses 4096",
         ),
-        *not_negative(cfg, "prefetch"),
     ]
 
 
 @dataclass(kw_only=True, slots=True)
-class PythonStdlibDataConfig(DataConfig):
+class PythonStdlibDataConfig(TextDataConfig):
     """The running interpreter's standard library sources and its documentation topics: real text on every machine."""
 
     def __post_init__(self) -> None:
-        check(self, *data_rules(self))
+        check(self, *text_rules(self))
 
 
 @dataclass(kw_only=True, slots=True)
-class TextFilesDataConfig(DataConfig):
+class TextFilesDataConfig(TextDataConfig):
     """The user's own text.
 
     Args:
@@ -69,7 +85,7 @@ class TextFilesDataConfig(DataConfig):
     def __post_init__(self) -> None:
         check(
             self,
-            *data_rules(self),
+            *text_rules(self),
             Rule(
                 "paths",
                 lambda: bool(self.paths) and all(self.paths),

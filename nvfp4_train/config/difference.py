@@ -17,6 +17,12 @@ MAY_CHANGE_ON_CONTINUE = (
     "batch.micro_batch_size",
     "data.cache_dir",
     "data.prefetch",
+    "data.staging_gib",
+    # The data themselves say whether these change what was read so far; the plan of the future may change.
+    "data.sources.*",
+    "data.phases.*",
+    "data.validation.*",
+    "data.on_change",
     "parallel.*",
     "engine.*",
     "evaluation.*",
@@ -25,6 +31,9 @@ MAY_CHANGE_ON_CONTINUE = (
     "resume",
     "resume_mode",
 )
+
+# data.on_change: new_phase goes on with other data, whatever is different about them.
+MAY_CHANGE_IN_NEW_PHASE = (*MAY_CHANGE_ON_CONTINUE, "data.*", "batch.sequence_length")
 
 # A fork starts a run of its own from the weights and optimizer state of another; what gives these their shape stays.
 MAY_CHANGE_ON_FORK = (
@@ -64,9 +73,13 @@ def config_difference(old: Mapping[str, object], new: Mapping[str, object]) -> l
     ]
 
 
-def refused_differences(differences: list[Difference], *, mode: ResumeMode) -> list[Difference]:
-    """Return the differences that a resumed run must not have."""
-    allowed = MAY_CHANGE_ON_FORK if mode is ResumeMode.fork else MAY_CHANGE_ON_CONTINUE
+def refused_differences(
+    differences: list[Difference], *, mode: ResumeMode, new_phase: bool = False
+) -> list[Difference]:
+    """Return the differences that a resumed run must not have; ``new_phase`` says that its data may be others."""
+    allowed: tuple[str, ...] = MAY_CHANGE_IN_NEW_PHASE if new_phase else MAY_CHANGE_ON_CONTINUE
+    if mode is ResumeMode.fork:
+        allowed = MAY_CHANGE_ON_FORK
     return [difference for difference in differences if not any(fnmatchcase(difference.key, glob) for glob in allowed)]
 
 

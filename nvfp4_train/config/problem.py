@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import inf
 from operator import attrgetter
+from typing import TypeVar
+
+T = TypeVar("T")
 
 NO_VALUE = object()  # where a problem has no value to show
 
@@ -94,6 +97,18 @@ def violations(cfg: object, *rules: Rule) -> list[Problem]:
     return problems
 
 
+def findings(cfg: T, *finders: Callable[[T], list[Problem]]) -> list[Problem]:
+    """Return what the finders find; one that reads a field without a value is skipped, as in ``violations``."""
+    problems: list[Problem] = []
+    for find in finders:
+        try:
+            problems += find(cfg)
+        except AttributeError:
+            if is_complete(cfg):
+                raise
+    return problems
+
+
 def check(cfg: object, *rules: Rule) -> None:
     """Raise ``ConfigError`` with every rule that does not hold."""
     require(violations(cfg, *rules))
@@ -101,6 +116,8 @@ def check(cfg: object, *rules: Rule) -> None:
 
 def is_complete(cfg: object) -> bool:
     """Whether every field of a config, and of the configs inside it, has a value."""
+    if isinstance(cfg, dict):
+        return all(map(is_complete, cfg.values()))
     if not is_dataclass(cfg):
         return True
     return all(hasattr(cfg, field.name) and is_complete(getattr(cfg, field.name)) for field in fields(cfg))

@@ -6,15 +6,17 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from nvfp4_train.config.batch import BatchConfig
+from nvfp4_train.config.blend import coverage_problems
 from nvfp4_train.config.checkpoint import CheckpointConfig
-from nvfp4_train.config.data import DataConfig
+from nvfp4_train.config.data import DataConfig, TextDataConfig
 from nvfp4_train.config.engine import EngineConfig
 from nvfp4_train.config.evaluation import EvaluationConfig
+from nvfp4_train.config.indexed_data import IndexedDataConfig
 from nvfp4_train.config.logging import LoggingConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
-from nvfp4_train.config.problem import Problem, Rule, require, violations
+from nvfp4_train.config.problem import Problem, Rule, findings, require, violations
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
 from nvfp4_train.config.scheduler import SchedulerConfig, WsdConfig
@@ -59,8 +61,8 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
     rules = [
         Rule(
             "model.vocab_size",
-            lambda: cfg.model.vocab_size >= cfg.data.tokenizer_vocab_size,
-            lambda: f"must hold every token: at least data.tokenizer_vocab_size ({cfg.data.tokenizer_vocab_size})",
+            lambda: cfg.model.vocab_size >= _tokenizer_vocab_size(cfg.data),
+            lambda: f"must hold every token: at least data.tokenizer_vocab_size ({_tokenizer_vocab_size(cfg.data)})",
             "raise model.vocab_size or lower data.tokenizer_vocab_size",
         ),
         Rule(
@@ -85,9 +87,40 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         ),
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
-    return violations(
-        cfg, *rules, *_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)
-    )
+    rules += [*_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)]
+    return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems)]
+
+
+def _tokenizer_vocab_size(data: DataConfig) -> int:
+    return data.tokenizer_vocab_size if isinstance(data, TextDataConfig) else 0
+
+
+def _phase_problems(cfg: TrainConfig) -> list[Problem]:
+    """The phases of the data are parts of the whole run."""
+    data = cfg.data
+    if not isinstance(data, IndexedDataConfig):
+        return []
+    found = coverage_problems(data.sources, data.phases, run_tokens=cfg.run.tokens)
+    return [problem.below("data") for problem in found]
+
+
+def _token_id_problems(cfg: TrainConfig) -> list[Problem]:
+    """Tokens that the data configuration names are tokens of the model."""
+    data, size = cfg.data, cfg.model.vocab_size
+    if not isinstance(data, IndexedDataConfig):
+        return []
+    ids = {
+        "data.pad_token": data.pad_token,
+        "data.fim.prefix_token": data.fim.prefix_token,
+        "data.fim.middle_token": data.fim.middle_token,
+        "data.fim.suffix_token": data.fim.suffix_token,
+    }
+    rule, fix = f"must be below model.vocab_size ({size})", "correct the id, or raise model.vocab_size"
+    return [
+        Problem(key=key, value=token, rule=rule, fix=fix)
+        for key, token in ids.items()
+        if token is not None and token >= size
+    ]
 
 
 def _decay_fits(scheduler: WsdConfig, *, tokens: int) -> bool:

@@ -38,6 +38,16 @@ class Batch:
             microbatch_index=self.microbatch_index,
         )
 
+    def pin_memory(self) -> "Batch":
+        """Return the batch in pinned memory."""
+        return Batch(
+            tokens=self.tokens.pin_memory(),
+            labels=self.labels.pin_memory(),
+            document_ids=self.document_ids.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+            microbatch_index=self.microbatch_index,
+        )
+
     def num_labels(self) -> Tensor:
         """Return how many labels count, as a 0-dim int64 tensor on the batch's device (no synchronization)."""
         return (self.labels != IGNORE_INDEX).sum()

@@ -5,13 +5,23 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 
 from nvfp4_train.data.error import DataError
 from nvfp4_train.data.progress import announce
 
 
-def cached_folder(cache_dir: Path, *, key: str, make: Callable[[Path], None]) -> Path:
+class Leftovers(StrEnum):
+    """What becomes of a folder that was not completed."""
+
+    discard = "discard"
+    resume = "resume"  # ``make`` gets it again and goes on
+
+
+def cached_folder(
+    cache_dir: Path, *, key: str, make: Callable[[Path], None], leftovers: Leftovers = Leftovers.discard
+) -> Path:
     """Return ``cache_dir/key``, letting ``make`` fill it if it does not exist.
 
     ``make`` fills a sibling folder that gets its name when it is complete, so a folder that exists is complete,
@@ -21,6 +31,7 @@ def cached_folder(cache_dir: Path, *, key: str, make: Callable[[Path], None]) ->
         cache_dir: Folder of all prepared folders; created if missing.
         key: Name of the folder, a hash of everything that its content depends on.
         make: Fills the folder that it is given.
+        leftovers: What becomes of a folder that was not completed.
 
     Raises:
         DataError: ``cache_dir`` cannot be written.
@@ -30,20 +41,22 @@ def cached_folder(cache_dir: Path, *, key: str, make: Callable[[Path], None]) ->
         return folder
     with _exclusive(cache_dir, key):
         if not folder.is_dir():
-            _make(folder, make)
+            _make(folder, make, leftovers)
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
+def _make(folder: Path, make: Callable[[Path], None], leftovers: Leftovers) -> None:
     partial = folder.with_name(folder.name + ".partial")
-    # Under the lock nobody else works on it: this is what a killed process left.
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    if leftovers is Leftovers.discard:
+        # Under the lock nobody else works on it: this is what a killed process left.
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(exist_ok=leftovers is Leftovers.resume)
     try:
         make(partial)
         _sync_folder(partial)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+        if leftovers is Leftovers.discard:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
         raise
     partial.rename(folder)
     _sync_folder(folder.parent)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from nvfp4_train.config.data import DataConfig, PythonStdlibDataConfig, TextFilesDataConfig
+from nvfp4_train.config.data import PythonStdlibDataConfig, TextDataConfig, TextFilesDataConfig
 from nvfp4_train.data.error import DataError
 from nvfp4_train.data.text_paths import find_text_files
 
@@ -59,7 +59,7 @@ class Document:
     digest: bytes
 
 
-def corpus_files(cfg: DataConfig) -> list[CorpusFile]:
+def corpus_files(cfg: TextDataConfig) -> list[CorpusFile]:
     """Return the files of a corpus in their fixed order.
 
     Raises:

@@ -1,14 +1,25 @@
 """Hand each rank its microbatches of a step, read ahead by a background thread."""
 
+import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
-from nvfp4_train.data.packing import PackedRows
+from nvfp4_train.data.rows import PackedRows
 from nvfp4_train.data.stream import SequenceStream
+
+
+class Sequences(Protocol):
+    """Sequences addressed by one global position."""
+
+    def read(self, first: int, count: int) -> PackedRows:
+        """Return the sequences at positions ``first`` to ``first + count - 1``."""
+        ...
 
 
 class Loader:
@@ -17,6 +28,8 @@ class Loader:
     Global microbatch j of a step holds the sequences ``first + j * B`` onwards and goes to rank ``j % dp_degree``. A
     rank's microbatches are therefore ``B * dp_degree`` sequences apart, across the borders of steps too, whatever the
     size of a step: the thread reads on along that row, and a call that continues the last one finds its batches ready.
+
+    The thread handles no signals: what asks the program to stop reaches the trainer, which saves first.
 
     Args:
         stream: Where sequences come from.
@@ -27,15 +40,20 @@ class Loader:
     """
 
     def __init__(
-        self, stream: SequenceStream, *, micro_batch_size: int, dp_rank: int, dp_degree: int, prefetch: int
+        self, stream: Sequences, *, micro_batch_size: int, dp_rank: int, dp_degree: int, prefetch: int
     ) -> None:
         self._stream = stream
         self._size = micro_batch_size
         self._rank = dp_rank
         self._degree = dp_degree
         self._prefetch = prefetch
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: deque[tuple[int, Future[PackedRows]]] = deque()  # first sequence, its rows
+        self._pin_memory = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data", initializer=_ignore_signals)
+        self._ahead: deque[tuple[int, Future[Batch]]] = deque()  # first sequence, its rows
+
+    def pin_memory(self) -> None:
+        """Let batches be in pinned memory from now on, from which a copy to a CUDA device does not block."""
+        self._pin_memory = True
 
     def step_batches(self, *, first_sequence: int, num_sequences: int) -> list[Batch]:
         """Return this rank's microbatches of a step.
@@ -56,8 +74,8 @@ class Loader:
             )
         batches = []
         for index in range(self._rank, num_sequences // self._size, self._degree):
-            rows = self._rows(first_sequence + index * self._size)
-            batches.append(rows.batch(microbatch_index=index))
+            batch = self._next(first_sequence + index * self._size)
+            batches.append(replace(batch, microbatch_index=index))
         return batches
 
     def close(self) -> None:
@@ -65,18 +83,22 @@ class Loader:
         self._ahead.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _rows(self, first: int) -> PackedRows:
+    def _next(self, first: int) -> Batch:
         if self._ahead and self._ahead[0][0] != first:
             self._drop_ahead()
         waiting = self._ahead.popleft()[1] if self._ahead else None
         self._read_ahead(first)
-        return waiting.result() if waiting else self._stream.read(first, self._size)
+        return waiting.result() if waiting else self._read(first)
+
+    def _read(self, first: int) -> Batch:
+        batch = self._stream.read(first, self._size).batch(microbatch_index=0)
+        return batch.pin_memory() if self._pin_memory else batch
 
     def _read_ahead(self, current: int) -> None:
         following = self._ahead[-1][0] if self._ahead else current
         while len(self._ahead) < self._prefetch:
             following += self._size * self._degree
-            self._ahead.append((following, self._thread.submit(self._stream.read, following, self._size)))
+            self._ahead.append((following, self._thread.submit(self._read, following)))
 
     def _drop_ahead(self) -> None:
         for _, future in self._ahead:
@@ -115,3 +137,7 @@ class ValidationSet:
             rows = self._stream.read(first, micro_batch_size)
             rows.labels[np.arange(first, first + micro_batch_size) >= wanted] = IGNORE_INDEX
             yield rows.batch(microbatch_index=index)
+
+
+def _ignore_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

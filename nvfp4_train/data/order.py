@@ -9,11 +9,28 @@ import hashlib
 import numpy as np
 
 _ROUNDS = 6  # Four rounds of a Feistel network are pseudo-random for an ideal round function; two more for a cheap one.
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # The finalizer of SplitMix64.
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def sample_order(positions: np.ndarray, *, num_samples: int, seed: int) -> np.ndarray:
+class PrefixStableOrder:
+    """The order of one source, for all epochs.
+
+    Args:
+        num_samples: Samples of one epoch.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, *, num_samples: int, seed: int | str) -> None:
+        self._num_samples = num_samples
+        self._seed = seed
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the sample that is read at each position, [N] int64."""
+        return sample_order(positions, num_samples=self._num_samples, seed=self._seed)
+
+
+def sample_order(positions: np.ndarray, *, num_samples: int, seed: int | str) -> np.ndarray:
     """Return the sample that is read at each position of the endless stream of epochs.
 
     Args:
@@ -63,16 +80,20 @@ def _feistel(values: np.ndarray, *, half_bits: int, keys: np.ndarray) -> np.ndar
     mask = np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _mix(words: np.ndarray) -> np.ndarray:
+def mix(words: np.ndarray) -> np.ndarray:
+    """Return a hash of each word: one to one on [N] uint64, every bit of the result depends on every bit of the word.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014 (SplitMix64's finalizer).
+    """
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
+def _round_keys(seed: int | str, epoch: int) -> np.ndarray:
     digest = hashlib.blake2b(f"order/{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8")

@@ -5,78 +5,28 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nvfp4_train import __version__
-from nvfp4_train.config.data import DataConfig
+from nvfp4_train.config.data import TextDataConfig
+from nvfp4_train.config.hub_data import HubDataConfig
 from nvfp4_train.data.cache import cached_folder
 from nvfp4_train.data.corpus import CorpusFile, Document, corpus_files, corpus_fingerprint, read_documents
 from nvfp4_train.data.error import DataError
+from nvfp4_train.data.hub_corpus import prepare_hub
 from nvfp4_train.data.indexed import token_dtype
 from nvfp4_train.data.indexed_writer import IndexedWriter
+from nvfp4_train.data.manifest import file_digest
+from nvfp4_train.data.prepared import MANIFEST, TOKENIZER, Manifest, PreparedData, write_prepared
 from nvfp4_train.data.progress import announce, show_progress
 from nvfp4_train.data.split import Split, Survey, split_documents, survey_documents
 from nvfp4_train.data.tokenizer import encode_documents, load_tokenizer, tokenizer_version, train_tokenizer
 
 # Part of the cache key: raise it when the same text gives other files.
 _PREPARATION_VERSION = 1
-_MANIFEST = "manifest.json"
-_TOKENIZER = "tokenizer.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a prepared folder holds; ``manifest.json``.
-
-    Args:
-        fingerprint: Hash of the tokenizer and of all tokens and boundaries: equal exactly where the data is.
-        source_fingerprint: Hash of the text files that it was made from.
-        num_files: Files of the corpus.
-        num_documents: Documents in each split.
-        num_tokens: Tokens in each split, end-of-document tokens included.
-        split_method: How validation text was chosen.
-        vocab_size: Entries of the tokenizer.
-        dtype: dtype of the token files.
-        file_digests: Hash of each file in the folder.
-        versions: Versions that made it.
-    """
-
-    fingerprint: str
-    source_fingerprint: str
-    num_files: int
-    num_documents: dict[str, int]
-    num_tokens: dict[str, int]
-    split_method: str
-    vocab_size: int
-    dtype: str
-    file_digests: dict[str, str]
-    versions: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedData:
-    """A prepared folder.
-
-    Args:
-        folder: Where it is.
-        manifest: What it holds.
-    """
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """Path of ``tokenizer.json``."""
-        return self.folder / _TOKENIZER
-
-    def prefix(self, split: Split) -> Path:
-        """Return the ``.bin/.idx`` path of a split, without its ending."""
-        return self.folder / split.value
-
-
-def prepare_data(cfg: DataConfig) -> PreparedData:
+def prepare_data(cfg: TextDataConfig) -> PreparedData:
     """Prepare the corpus, or find it prepared.
 
     The cache key is a hash of the text and of the options that shape its tokens, so changed text is prepared again and
@@ -85,15 +35,18 @@ def prepare_data(cfg: DataConfig) -> PreparedData:
     Raises:
         DataError: The corpus or the cache folder cannot be used.
     """
+    cache_dir = Path(os.path.expandvars(cfg.cache_dir)).expanduser()
+    if isinstance(cfg, HubDataConfig):
+        folder = prepare_hub(cfg, cache_dir)
+        return PreparedData(folder=folder, manifest=_read_manifest(folder))
     files = corpus_files(cfg)
     source = corpus_fingerprint(files)
-    cache_dir = Path(os.path.expandvars(cfg.cache_dir)).expanduser()
     folder = cached_folder(cache_dir, key=_cache_key(cfg, source), make=lambda path: _prepare(path, cfg, files, source))
     return PreparedData(folder=folder, manifest=_read_manifest(folder))
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     try:
         return Manifest(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -105,7 +58,7 @@ def _read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def _cache_key(cfg: DataConfig, source: str) -> str:
+def _cache_key(cfg: TextDataConfig, source: str) -> str:
     parts = {
         "preparation": _PREPARATION_VERSION,
         "source": source,
@@ -116,22 +69,22 @@ def _cache_key(cfg: DataConfig, source: str) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _prepare(folder: Path, cfg: DataConfig, files: list[CorpusFile], source: str) -> None:
+def _prepare(folder: Path, cfg: TextDataConfig, files: list[CorpusFile], source: str) -> None:
     survey = _survey(cfg, files)
     size = f"{survey.num_characters / 1e6:.1f} M characters"
     announce(f"{len(files):,} files, {survey.num_documents:,} documents, {size}")
     with show_progress("training the tokenizer", total=1) as advance:
         training = (document for split, document in _split(cfg, files, survey) if split is Split.train)
-        train_tokenizer(training, vocab_size=cfg.tokenizer_vocab_size).save(str(folder / _TOKENIZER))
+        train_tokenizer(training, vocab_size=cfg.tokenizer_vocab_size).save(str(folder / TOKENIZER))
         advance(1)
-    vocab_size = load_tokenizer(folder / _TOKENIZER).get_vocab_size()
+    vocab_size = load_tokenizer(folder / TOKENIZER).get_vocab_size()
     writers = _write_tokens(folder, cfg, files, survey)
     if corpus_fingerprint(files) != source:
         raise DataError(
             files[0].path.parent, found="text files that changed while they were read", expected="files at rest",
             fix="start again when nothing writes to them",
         )  # fmt: skip
-    digests = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    digests = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
     manifest = Manifest(
         fingerprint=hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=16).hexdigest(),
         source_fingerprint=source,
@@ -144,12 +97,12 @@ def _prepare(folder: Path, cfg: DataConfig, files: list[CorpusFile], source: str
         file_digests=digests,
         versions={"nvfp4_train": __version__, "tokenizers": tokenizer_version()},
     )
-    (folder / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+    write_prepared(folder / MANIFEST, manifest)
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest.num_tokens.items())
     announce(f"prepared {counts}; kept for later runs in {folder.parent}")
 
 
-def _survey(cfg: DataConfig, files: list[CorpusFile]) -> Survey:
+def _survey(cfg: TextDataConfig, files: list[CorpusFile]) -> Survey:
     survey = survey_documents(read_documents(files), validation_fraction=cfg.validation_fraction)
     if survey.num_documents == 0:
         raise DataError(
@@ -159,12 +112,14 @@ def _survey(cfg: DataConfig, files: list[CorpusFile]) -> Survey:
     return survey
 
 
-def _split(cfg: DataConfig, files: list[CorpusFile], survey: Survey) -> Iterator[tuple[Split, Document]]:
+def _split(cfg: TextDataConfig, files: list[CorpusFile], survey: Survey) -> Iterator[tuple[Split, Document]]:
     return split_documents(read_documents(files), method=survey.method, validation_fraction=cfg.validation_fraction)
 
 
-def _write_tokens(folder: Path, cfg: DataConfig, files: list[CorpusFile], survey: Survey) -> dict[Split, IndexedWriter]:
-    tokenizer = load_tokenizer(folder / _TOKENIZER)
+def _write_tokens(
+    folder: Path, cfg: TextDataConfig, files: list[CorpusFile], survey: Survey
+) -> dict[Split, IndexedWriter]:
+    tokenizer = load_tokenizer(folder / TOKENIZER)
     dtype = token_dtype(tokenizer.get_vocab_size())
     documents = _split(cfg, files, survey)
     with ExitStack() as stack:
@@ -173,8 +128,3 @@ def _write_tokens(folder: Path, cfg: DataConfig, files: list[CorpusFile], survey
         for split, tokens in encode_documents(documents, tokenizer=tokenizer, dtype=dtype, advance=advance):
             writers[split].add_document(tokens)
     return writers
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -26,7 +26,9 @@ def tokenizer_version() -> str:
     return tokenizers.__version__
 
 
-def train_tokenizer(documents: Iterable[Document], *, vocab_size: int) -> Tokenizer:
+def train_tokenizer(
+    documents: Iterable[Document], *, vocab_size: int, sample_characters: int = _SAMPLE_CHARACTERS
+) -> Tokenizer:
     """Train a byte-level BPE on the text, or on a sample of it that the documents' hashes choose.
 
     The same documents give the same tokenizer, in any order. A short text may not hold enough pairs to fill the
@@ -35,6 +37,7 @@ def train_tokenizer(documents: Iterable[Document], *, vocab_size: int) -> Tokeni
     Args:
         documents: Text to train on.
         vocab_size: Entries at most, including the 256 bytes and ``END_OF_DOCUMENT``, which is id 0.
+        sample_characters: Text to train on at most.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +48,7 @@ def train_tokenizer(documents: Iterable[Document], *, vocab_size: int) -> Tokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(documents, _SAMPLE_CHARACTERS), trainer)
+    tokenizer.train_from_iterator(_sample(documents, sample_characters), trainer)
     return tokenizer
 
 

@@ -20,7 +20,7 @@ from nvfp4_train.train.callbacks.stop_signals import StopSignals
 from nvfp4_train.train.console import build_console, output, short_count, show_log
 from nvfp4_train.train.evaluate import Evaluation
 from nvfp4_train.train.pace import Pace
-from nvfp4_train.train.resume import Start, check_data
+from nvfp4_train.train.resume import Start, resume_data
 from nvfp4_train.train.run_folder import RunFolder
 from nvfp4_train.train.sinks import Sink, build_sinks
 from nvfp4_train.train.trainer import Trainer
@@ -91,15 +91,19 @@ class Job:
             data = build_data(
                 cfg.data,
                 batch=cfg.batch,
-                seed=cfg.run.seed,
+                run=cfg.run,
                 vocab_size=cfg.model.vocab_size,
                 dp_rank=self.mesh.dp_rank,
                 dp_degree=self.mesh.dp_degree,
             )
             stack.callback(data.close)
+            if self.mesh.device.type == "cuda":
+                data.loader.pin_memory()
             state = self.start.state()
-            if not check_data(self.start, self._data_order(data)):
-                state.sequences = 0
+            state.sequences, changes = resume_data(self.start, data)
+            data.check_lasts(run=cfg.run, batch=cfg.batch)
+            if changes:
+                self.say("\n".join(["the data changed:", *(f"    {change}" for change in changes)]))
             engine = build_engine(self.prepared, mesh=self.mesh, engine_cfg=cfg.engine, optimizer_cfg=cfg.optimizer)
             stack.callback(engine.close)
             if self.start.checkpoint is not None:
@@ -130,7 +134,6 @@ class Job:
             folder = self.folder.path / "profile"
             callbacks.append(Profiler(cfg.logging.profile, folder=folder, rank=self.runtime.rank))
         metadata = {
-            "data": self._data_order(data),
             "config": load_yaml(self.loaded.yaml),
             "versions": collect_versions(),
         }
@@ -162,10 +165,6 @@ class Job:
             num_sequences=cfg.evaluation.num_sequences,
             micro_batch_size=cfg.batch.micro_batch_size,
         )
-
-    def _data_order(self, data: TrainingData) -> dict[str, object]:
-        cfg = self.loaded.cfg
-        return {"fingerprint": data.fingerprint, "sequence_length": cfg.batch.sequence_length, "seed": cfg.run.seed}
 
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.prepared.model.parameters())

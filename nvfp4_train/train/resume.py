@@ -8,7 +8,9 @@ from typing import Any
 from nvfp4_train.checkpoint.error import damaged
 from nvfp4_train.checkpoint.folder import METADATA, is_complete, latest_checkpoint, read_metadata
 from nvfp4_train.config.difference import Difference, config_difference, refused_differences
+from nvfp4_train.config.indexed_data import OnChange
 from nvfp4_train.config.train import ResumeMode
+from nvfp4_train.data.build import TrainingData
 from nvfp4_train.train.run_folder import RunFolder
 from nvfp4_train.train.state import TrainState
 
@@ -73,29 +75,42 @@ def decide_start(request: Request, *, folder: RunFolder) -> Start:
     return Start() if own is None else _continue_own(own, request=request, folder=folder)
 
 
-def check_data(start: Start, data: Mapping[str, object]) -> bool:
-    """Compare the data of this run with those that the checkpoint was trained on.
+def resume_data(start: Start, data: TrainingData) -> tuple[int, list[str]]:
+    """Bring the data to where the checkpoint stopped.
 
     Args:
         start: What the run starts from.
-        data: ``fingerprint``, ``sequence_length`` and ``seed``, which together are the order of the data.
+        data: What it reads.
 
     Returns:
-        Whether the run reads on where the checkpoint stopped; a fork onto other data begins at its first sequence.
+        Sequences of the loader that were read before; and, where a fork or ``data.on_change: new_phase`` goes on with
+        other data, what changed and where each source begins.
 
     Raises:
-        ValueError: A run that is no fork finds other text than it was started with.
+        ValueError: The data are not those that the checkpoint was trained on, and nobody said that they may change.
     """
-    if start.checkpoint is None or start.metadata["data"] == data:
-        return True
-    before, now = start.metadata["data"]["fingerprint"], data["fingerprint"]
-    if start.mode is ResumeMode.fork:
-        return False
+    state = start.state()
+    if start.checkpoint is None:
+        return 0, []
+    saved = start.metadata["data"]
+    if "sources" not in saved:
+        raise ValueError(
+            f"{start.checkpoint} does not say what was read from each source: an older version saved it\n"
+            "    fix: run.name=NEW_NAME starts another run"
+        )
+    changes = data.changes(saved, sequences=state.sequences)
+    if not changes:
+        return state.sequences, []
+    if start.mode is ResumeMode.fork or data.starts_new_phase:
+        cursors = data.begin_phase(saved, tokens=state.tokens)
+        return 0, [*changes, *(f"source {name}: goes on at token {token:,}" for name, token in cursors.items())]
+    lines = "\n".join(f"              {change}" for change in changes)
     raise ValueError(
         f"the data are not those that {start.checkpoint} was trained on\n"
-        f"    found:    fingerprint {now}\n    expected: fingerprint {before}\n"
-        "    fix:      restore the text (or data.cache_dir), or fork onto the new data: "
-        f"resume={start.checkpoint} resume_mode=fork run.name=NEW_NAME"
+        f"    found:    fingerprint {data.fingerprint}\n    expected: fingerprint {saved['fingerprint']}\n{lines}\n"
+        "    fix:      restore them (text, data.cache_dir, weights or phases); or go on with the new ones: "
+        f"data.on_change=new_phase for token files, or a fork: resume={start.checkpoint} resume_mode=fork "
+        "run.name=NEW_NAME"
     )
 
 
@@ -163,7 +178,7 @@ def _compare(
     metadata: Mapping[str, Any], config: Mapping[str, object], *, mode: ResumeMode, checkpoint: Path
 ) -> tuple[Difference, ...]:
     differences = [item for item in config_difference(metadata["config"], config) if item.key not in EXPECTED]
-    refused = refused_differences(differences, mode=mode)
+    refused = refused_differences(differences, mode=mode, new_phase=_wants_new_phase(config))
     if not refused:
         return tuple(differences)
     lines = "\n".join(f"    {item}" for item in refused)
@@ -176,3 +191,7 @@ def _compare(
         "    fix: put them back, or start another run with run.name=NEW_NAME; to keep these weights add "
         f"resume={checkpoint} resume_mode=fork"
     )
+
+
+def _wants_new_phase(config: Mapping[str, Any]) -> bool:
+    return config.get("data", {}).get("on_change") == OnChange.new_phase

@@ -20,6 +20,13 @@ def test_a_series_has_the_rows_with_its_metric(tmp_path: Path):
     assert run.series("val/nothing").values == []
 
 
+def test_sources_are_named_once(tmp_path: Path):
+    rows = [{"step": 0, "val/loss": 1.0}, {"data/web/tokens": 1, "data/web/epochs": 0.1}, {"data/code/tokens": 1}]
+    run = Run(path=tmp_path, rows=rows, num_parameters=1, coverage={})
+    assert run.sources() == ["web", "code"]
+    assert load_run(write_run(tmp_path / "run")).sources() == []
+
+
 def test_throughput_is_tokens_over_the_time_that_the_rows_took(tmp_path: Path):
     # 800 tokens at 100, 100 and 400 per second: 8 s, 8 s and 2 s
     assert load_run(write_run(tmp_path / "run")).tokens_per_second == pytest.approx(2400 / 18)

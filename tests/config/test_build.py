@@ -110,3 +110,38 @@ def test_known_keys_depend_on_the_leaf_type(values):
     values["scheduler"]["type"] = "cosine"
     assert "scheduler.decay_shape" not in known_keys(values)
     assert "scheduler.min_lr" in known_keys(values)
+
+
+INDEXED = (
+    "data=indexed",
+    "data.sources={web: {paths: [a], weight: 0.5}, code: {paths: [b], weight: 0.5}}",
+    "data.phases={all: {end_fraction: 1, weights: {web: 1}}}",
+    "data.validation={web: {paths: [c]}}",
+)
+
+
+def test_entries_with_names_of_the_user_make_the_round_trip():
+    cfg = composed(*INDEXED)
+    values = plain_values(cfg)
+    assert values["data"]["sources"]["code"]["paths"] == ["b"]
+    assert build_config(values) == cfg
+    keys = known_keys(values)
+    assert "data.sources.code.weight" in keys
+    assert "data.phases.all.end_fraction" in keys
+    assert "data.sources" not in keys
+
+
+def test_every_entry_is_checked_and_a_wrong_one_hides_no_other():
+    values = deepcopy(plain_values(composed(*INDEXED)))
+    values["data"]["sources"]["web"]["weight"] = -1.0
+    values["data"]["sources"]["code"]["pahts"] = ["x"]
+    values["data"]["validation"]["web"] = ["c"]
+    values["data"]["phases"]["all"]["weights"] = {"web": "much"}
+    values["data"]["prefetch"] = -1
+    assert set(keys_of(values)) == {
+        "data.sources.web.weight",
+        "data.sources.code.pahts",
+        "data.validation.web",
+        "data.phases.all.weights",
+        "data.prefetch",
+    }

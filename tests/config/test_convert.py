@@ -20,6 +20,8 @@ from nvfp4_train.numerics.spec import Rounding
         ("stochastic", Rounding, Rounding.stochastic),
         (False, WandbMode, WandbMode.off),  # what YAML makes of an unquoted off
         (["a", 1], list[str], ["a", "1"]),
+        ({"a": 1, "b": 0.5}, dict[str, float], {"a": 1.0, "b": 0.5}),
+        ({1: 2e9}, dict[str, int] | None, {"1": 2_000_000_000}),
         (None, int | None, None),
         (3, int | None, 3),
     ],
@@ -53,6 +55,9 @@ def test_values_that_fit(value, hint, expected):
         ([None], list[str]),
         ("x", int | None),
         ({}, int),
+        ({"a": "x"}, dict[str, float]),
+        ([1], dict[str, float]),
+        (0.5, dict[str, float] | None),
         ([], int),
     ],
 )
@@ -68,6 +73,7 @@ def test_values_that_do_not_fit(value, hint):
         (1.5, int, "must be a whole number", "for example a.b=16"),
         ("x", int | None, "must be a whole number or null", "for example a.b=16"),
         ("a", list[str], "must be a list of texts", "for example a.b='[a,b]'"),
+        (3, dict[str, float], "must be names with a number each", "for example a.b='{a: 1, b: 2}'"),
         ("yes", bool, "must be true or false", "for example a.b=true"),
     ],
 )

@@ -22,6 +22,14 @@ CONTINUE, FORK = ResumeMode["continue"], ResumeMode.fork
 
 
 OLD = plain_values(composed("experiment=tiny"))
+INDEXED = plain_values(
+    composed(
+        "data=indexed",
+        "data.sources={a: {paths: [a]}}",
+        "data.phases={all: {end_fraction: 1}}",
+        "data.validation={b: {paths: [b]}}",
+    )
+)
 
 
 def difference(changes: dict[str, object]) -> list[Difference]:
@@ -91,7 +99,25 @@ def test_only_the_wrong_differences_are_refused():
 
 @pytest.mark.parametrize("glob", MAY_CHANGE_ON_FORK)
 def test_every_glob_names_a_key(glob):
-    assert any(fnmatchcase(key, glob) for key in known_keys(OLD))
+    assert any(fnmatchcase(key, glob) for key in known_keys(OLD) + known_keys(INDEXED))
+
+
+def test_a_blend_is_left_to_the_data_and_a_new_phase_may_have_other_ones():
+    new = deepcopy(INDEXED)
+    new["data"]["sources"]["c"] = new["data"]["sources"]["a"] | {"weight": 0.5}
+    new["data"]["on_change"] = "new_phase"
+    assert refused_differences(config_difference(INDEXED, new), mode=CONTINUE) == []
+    new["data"]["packing"] = "best_fit"
+    new["batch"]["sequence_length"] = 1024
+    differences = config_difference(INDEXED, new)
+    refused = [item.key for item in refused_differences(differences, mode=CONTINUE)]
+    assert refused == ["batch.sequence_length", "data.packing"]
+    assert refused_differences(differences, mode=CONTINUE, new_phase=True) == []
+    new["run"]["seed"] += 1
+    new["optimizer"]["beta1"] = 0.5
+    differences = config_difference(INDEXED, new)
+    refused = [item.key for item in refused_differences(differences, mode=CONTINUE, new_phase=True)]
+    assert refused == ["run.seed", "optimizer.beta1"]
 
 
 def test_what_a_run_may_change_a_fork_may_change_too():

@@ -9,6 +9,7 @@ from nvfp4_train.config.problem import (
     Problem,
     Rule,
     check,
+    findings,
     is_complete,
     not_negative,
     positive,
@@ -98,6 +99,25 @@ def test_a_rule_that_reads_what_does_not_exist_is_a_mistake_of_ours():
     cfg = Outer(width=1.0, inner=Inner(size=3))
     with pytest.raises(AttributeError):
         violations(cfg, Rule("width", lambda: cfg.widt > 0, "r", "f"))
+
+
+def test_a_finder_that_reads_an_unset_field_is_skipped_and_the_others_speak():
+    def size(cfg: Outer) -> list[Problem]:
+        return [Problem(key="size", value=cfg.inner.size, rule="r", fix="f")]
+
+    def width(cfg: Outer) -> list[Problem]:
+        return [Problem(key="width", value=cfg.width, rule="r", fix="f")]
+
+    assert [found.key for found in findings(unset(Outer, width=1.0), size, width)] == ["width"]
+    complete = Outer(width=1.0, inner=Inner(size=3))
+    assert [found.key for found in findings(complete, size, width)] == ["size", "width"]
+    with pytest.raises(AttributeError):
+        findings(complete, lambda cfg: [cfg.nothing])
+
+
+def test_is_complete_looks_inside_mappings():
+    assert is_complete({"a": Inner(size=3)})
+    assert not is_complete({"a": Inner(size=3), "b": unset(Inner)})
 
 
 def test_is_complete_looks_inside():

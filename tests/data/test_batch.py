@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
@@ -28,3 +29,12 @@ def test_to_moves_every_tensor_and_keeps_the_index():
 
 def test_the_loss_leaves_out_the_labels_that_the_data_do_not_count():
     assert loss.IGNORE_INDEX == IGNORE_INDEX  # two constants, because neither package imports the other
+
+
+@pytest.mark.gpu
+def test_pinned_tensors_are_pinned():
+    pinned = make_batch().pin_memory()
+    tensors = (pinned.tokens, pinned.labels, pinned.document_ids, pinned.position_ids)
+    assert all(tensor.is_pinned() for tensor in tensors)
+    assert pinned.microbatch_index == 5
+    assert torch.equal(pinned.to("cuda").tokens.cpu(), make_batch().tokens)

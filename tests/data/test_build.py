@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from nvfp4_train.config.batch import BatchConfig, RampConfig
+from nvfp4_train.config.run import Device, RunConfig
 from nvfp4_train.data.build import build_data
 from nvfp4_train.data.error import DataError
 from tests.support.token_files import GOLDEN_TEXT, text_config
@@ -12,13 +13,17 @@ def batch_config(**changes):
     return BatchConfig(**(fields | changes), ramp=RampConfig(start=2, increment=2, tokens=0))
 
 
+def run_config(*, seed=0, tokens=10_000):
+    return RunConfig(name="run", dir="runs", seed=seed, tokens=tokens, stop_after_steps=None, device=Device.cpu)
+
+
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
     return text_config(tmp_path_factory.mktemp("build"), GOLDEN_TEXT, tokenizer_vocab_size=512)
 
 
 def build(cfg, *, seed=0, vocab_size=512, **layout):
-    return build_data(cfg, batch=batch_config(), seed=seed, vocab_size=vocab_size, **layout)
+    return build_data(cfg, batch=batch_config(), run=run_config(seed=seed), vocab_size=vocab_size, **layout)
 
 
 def test_facts(cfg):
@@ -26,9 +31,10 @@ def test_facts(cfg):
     assert data.tokenizer_path.name == "tokenizer.json"
     assert data.tokenizer_path.is_file()
     assert data.vocab_size == 512
-    assert data.num_tokens > 50_000
-    assert data.num_sequences == (data.num_tokens - 1) // 64
-    assert data.validation.num_sequences == (data.num_validation_tokens - 1) // 64
+    assert data.num_sequences > 50_000 // 64
+    assert list(data.validation) == ["text"]
+    assert 0 < data.validation["text"].num_sequences < data.num_sequences
+    assert data.metrics(data.num_sequences) == {"data/text/tokens": 64 * data.num_sequences, "data/text/epochs": 1}
     data.close()
 
 
@@ -46,8 +52,8 @@ def test_batches_of_two_ranks_are_those_of_one(cfg):
         data.close()
 
 
-def test_fingerprint_follows_the_data_and_not_the_run(cfg, tmp_path):
-    same = [build(cfg), build(cfg, seed=5), build(text_config(tmp_path, GOLDEN_TEXT, tokenizer_vocab_size=512))]
+def test_fingerprint_follows_the_data(cfg, tmp_path):
+    same = [build(cfg), build(cfg, dp_degree=2), build(text_config(tmp_path, GOLDEN_TEXT, tokenizer_vocab_size=512))]
     other = build(text_config(tmp_path, GOLDEN_TEXT, tokenizer_vocab_size=500))
     assert len({data.fingerprint for data in same}) == 1
     assert other.fingerprint != same[0].fingerprint
@@ -65,7 +71,7 @@ def test_seed_changes_the_training_order(cfg):
 
 def test_validation_does_not_depend_on_the_seed(cfg):
     built = [build(cfg, seed=seed) for seed in (0, 1)]
-    first, second = (next(data.validation.batches(num_sequences=4, micro_batch_size=4)) for data in built)
+    first, second = (next(data.validation["text"].batches(num_sequences=4, micro_batch_size=4)) for data in built)
     assert torch.equal(first.tokens, second.tokens)
     for data in built:
         data.close()
@@ -78,7 +84,7 @@ def test_tokenizer_larger_than_the_model_is_refused(cfg):
 
 def test_sequence_longer_than_the_data_is_refused(cfg):
     with pytest.raises(DataError, match="at least 100001, for one sequence"):
-        build_data(cfg, batch=batch_config(sequence_length=100_000), seed=0, vocab_size=512)
+        build_data(cfg, batch=batch_config(sequence_length=100_000), run=run_config(), vocab_size=512)
 
 
 def test_truncated_tokens_in_the_cache_are_refused(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from nvfp4_train.data.cache import cached_folder
+from nvfp4_train.data.cache import Leftovers, cached_folder
 from nvfp4_train.data.error import DataError
 
 
@@ -52,3 +52,17 @@ def test_place_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data\.cache_dir"):
         cached_folder(tmp_path / "file", key="k", make=lambda path: None)
+
+
+def test_what_was_left_is_given_to_who_goes_on(tmp_path):
+    def make(folder):
+        names = {path.name for path in folder.iterdir()}
+        (folder / f"part{len(names)}").touch()
+        if not names:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_folder(tmp_path, key="k", make=make, leftovers=Leftovers.resume)
+    assert not (tmp_path / "k").exists()
+    folder = cached_folder(tmp_path, key="k", make=make, leftovers=Leftovers.resume)
+    assert {path.name for path in folder.iterdir()} == {"part0", "part1"}

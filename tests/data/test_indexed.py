@@ -38,6 +38,48 @@ def test_reads_sequences_and_documents(prefix):
     assert pair.modes is None
 
 
+def test_reads_ranges_and_documents_in_a_row(prefix, monkeypatch):
+    pair = IndexedTokens(prefix)
+    assert pair.read(1, 3).tolist() == [2, 3, 4]
+    monkeypatch.setattr("nvfp4_train.data.indexed._CHUNK", 2)
+    assert [document.tolist() for document in pair.documents()] == [[1, 2, 3], [], [4, 5]]
+    assert [document.tolist() for document in pair.documents(first=2)] == [[4, 5]]
+
+
+@pytest.mark.parametrize("name", ["docsA_uint16", "multi_seq_modes_int32"])
+def test_document_starts_are_the_same_from_the_file_and_in_memory(name):
+    pair = IndexedTokens(GOLDEN_PAIRS / name)
+    starts = pair.document_starts()
+    assert starts[-1] == pair.num_tokens
+    for first, last in ((0, pair.num_documents + 1), (3, 9), (pair.num_documents, pair.num_documents + 1), (4, 4)):
+        assert np.array_equal(pair.document_starts_between(first, last), starts[first:last])
+    assert pair.single_sequence is (name == "docsA_uint16")
+
+
+def test_tokens_cannot_be_changed(prefix):
+    with pytest.raises(ValueError, match="read-only"):
+        IndexedTokens(prefix).tokens[0] = 1
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4])
+def test_damage_is_found_in_every_piece(tmp_path, chunk, monkeypatch):
+    monkeypatch.setattr("nvfp4_train.data.indexed._CHUNK", chunk)
+    for sequence in range(4):
+        prefix = tmp_path / str(sequence)
+        write_pair(prefix, [[1], [2, 3], [], [4]])
+        overwrite(index(prefix), HEADER.size + 4 * 4 + 8 * sequence, struct.pack("<q", 99))
+        with pytest.raises(DataError, match=f"pointer 99 of sequence {sequence}"):
+            IndexedTokens(prefix)
+        write_pair(prefix, [[1], [2, 3], [], [4]])
+        overwrite(index(prefix), HEADER.size + 4 * sequence, struct.pack("<i", -1))
+        with pytest.raises(DataError, match=f"length -1 of sequence {sequence}"):
+            IndexedTokens(prefix)
+        write_pair(prefix, [[1], [2, 3], [], [4]])
+        overwrite(index(prefix), HEADER.size + 4 * 12 + 8 * (sequence + 1), struct.pack("<q", -1))
+        with pytest.raises(DataError, match="document boundaries"):
+            IndexedTokens(prefix)
+
+
 def test_reads_golden_pair_of_several_sequences_a_document_with_modes():
     pair = IndexedTokens(GOLDEN_PAIRS / "multi_seq_modes_int32")
     assert pair.dtype == np.int32

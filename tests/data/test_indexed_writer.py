@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,77 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path, tokens):
             writer.add_document(tokens)
         writer.add_document([1])
     assert IndexedTokens(tmp_path / "out").num_documents == 1
+
+
+def test_many_documents_at_once_are_those_one_by_one(tmp_path):
+    documents = [[1, 2], [], [3], [4, 5, 6]]
+    write_pair(tmp_path / "one", documents)
+    for dtype in ("<u2", "<i8"):
+        with IndexedWriter(tmp_path / "many", dtype=np.dtype("<u2")) as writer:
+            writer.add_documents(np.asarray([1, 2], dtype=dtype), np.asarray([2, 0]))
+            writer.add_documents(np.asarray([3, 4, 5, 6], dtype=dtype), np.asarray([1, 3]))
+        for ending in (".bin", ".idx"):
+            assert (tmp_path / f"many{ending}").read_bytes() == (tmp_path / f"one{ending}").read_bytes()
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 2], [4, -1]])
+def test_lengths_that_do_not_add_up_are_refused(tmp_path, lengths):
+    with (
+        IndexedWriter(tmp_path / "out", dtype=np.dtype("<u2")) as writer,
+        pytest.raises(ValueError, match="lengths add up to"),
+    ):
+        writer.add_documents(np.arange(3), np.asarray(lengths))
+
+
+def test_modes_that_cannot_be_written_are_refused(tmp_path):
+    for has_modes, mode in ((True, 128), (True, -129), (False, 1)):
+        with (
+            IndexedWriter(tmp_path / "out", dtype=np.dtype("<u2"), has_modes=has_modes) as writer,
+            pytest.raises(ValueError, match=f"mode {mode}"),
+        ):
+            writer.add_sequence([1], mode=mode)
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+@pytest.mark.parametrize("has_modes", [False, True])
+def test_a_checkpoint_is_where_writing_goes_on(tmp_path, has_modes, finishes):
+    def write(writer, numbers):
+        for number in numbers:
+            for _ in range(number % 3):
+                writer.add_sequence(np.full(number, number), mode=number if has_modes else 0)
+            writer.end_document()
+
+    options = {"dtype": np.dtype("<u2"), "has_modes": has_modes}
+    with IndexedWriter(tmp_path / "whole", **options) as writer:
+        write(writer, range(9))
+    with contextlib.ExitStack() as stack:
+        if not finishes:
+            stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        with IndexedWriter(tmp_path / "out", **options) as writer:
+            write(writer, range(5))
+            state = writer.checkpoint()
+            write(writer, [100, 101, 102])
+            if not finishes:
+                raise KeyboardInterrupt
+    assert (tmp_path / "out.idx").exists() is finishes
+    with IndexedWriter(tmp_path / "out", **options, resume=state) as writer:
+        write(writer, range(5, 9))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"out{ending}").read_bytes() == (tmp_path / f"whole{ending}").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_resuming_where_less_is_on_disk_is_refused(tmp_path):
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        IndexedWriter(tmp_path / "out", dtype=np.dtype("<u2")) as writer,
+    ):
+        writer.add_document([1, 2, 3])
+        state = writer.checkpoint()
+        raise KeyboardInterrupt
+    (tmp_path / "out.bin.partial").write_bytes(b"\0\0")
+    with pytest.raises(DataError, match="2 bytes"):
+        IndexedWriter(tmp_path / "out", dtype=np.dtype("<u2"), resume=state)
 
 
 def test_unknown_dtype_is_refused(tmp_path):

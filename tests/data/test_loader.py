@@ -1,3 +1,5 @@
+import os
+import signal
 import threading
 
 import numpy as np
@@ -6,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvfp4_train.data.batch import IGNORE_INDEX
+from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from nvfp4_train.data.error import DataError
 from nvfp4_train.data.loader import Loader, ValidationSet
+from nvfp4_train.data.order import PrefixStableOrder
 from nvfp4_train.data.packing import PackedTokens
+from nvfp4_train.data.source import SourceTokens
 from nvfp4_train.data.stream import SequenceStream
 from tests.support.token_files import write_pair
 
@@ -20,7 +24,8 @@ NUM_SAMPLES = 29
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
     pair = write_pair(tmp_path_factory.mktemp("loader") / "pair", [list(range(1 + LENGTH * NUM_SAMPLES))])
-    return SequenceStream(PackedTokens(pair, sequence_length=LENGTH, vocab_size=100), seed=4)
+    packed = PackedTokens(SourceTokens([pair]), sequence_length=LENGTH, vocab_size=100)
+    return SequenceStream(packed, order=PrefixStableOrder(num_samples=packed.num_samples, seed=4))
 
 
 def make_loader(stream, *, size, rank=0, degree=1, prefetch=2):
@@ -107,6 +112,43 @@ def test_failure_of_the_thread_reaches_the_caller_of_that_batch(stream, prefetch
     with pytest.raises(DataError, match="damage"):
         loader.step_batches(first_sequence=4, num_sequences=4)
     loader.close()
+
+
+def test_the_thread_leaves_signals_to_the_trainer(stream):
+    loader = make_loader(stream, size=1, prefetch=2)
+    loader.step_batches(first_sequence=0, num_sequences=1)
+    blocked = loader._thread.submit(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, set())).result()
+    assert {signal.SIGINT, signal.SIGTERM} <= blocked
+    assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    loader.close()
+
+
+def test_reading_goes_on_when_the_program_is_asked_to_stop(stream):
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    loader = make_loader(stream, size=2, prefetch=3)
+    try:
+        for first in range(0, 40, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+            batches = loader.step_batches(first_sequence=first, num_sequences=4)
+            expected = stream.read(first, 4).tokens.tolist()
+            assert torch.cat([batch.tokens for batch in batches]).tolist() == expected
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        loader.close()
+    assert asked
+
+
+def test_pinned_batches_are_pinned_by_whoever_read_them(stream, monkeypatch):
+    pinned_by = []
+    monkeypatch.setattr(Batch, "pin_memory", lambda self: pinned_by.append(threading.current_thread().name) or self)
+    loader = make_loader(stream, size=2, prefetch=2)
+    loader.pin_memory()
+    loader.step_batches(first_sequence=0, num_sequences=6)
+    loader.close()
+    # The first batch was not read ahead; whatever was is pinned by the thread that read it.
+    assert pinned_by.count("MainThread") == 1
+    assert sum(name.startswith("data") for name in pinned_by) == len(pinned_by) - 1 >= 2
 
 
 def test_close_ends_the_thread(stream):

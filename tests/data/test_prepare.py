@@ -90,7 +90,8 @@ def contents(folder):
 
 def decoded(prepared, split):
     tokenizer = load_tokenizer(prepared.tokenizer_path)
-    pair = IndexedTokens(prepared.prefix(split))
+    (prefix,) = prepared.prefixes(split)
+    pair = IndexedTokens(prefix)
     return [tokenizer.decode(pair.document(i)[:-1].tolist()) for i in range(pair.num_documents)]
 
 
@@ -111,7 +112,8 @@ def test_manifest_says_what_the_folder_holds(tmp_path, texts):
     assert manifest.vocab_size <= 300
     assert manifest.dtype == "uint16"
     for split in Split:
-        pair = IndexedTokens(prepared.prefix(split))
+        (prefix,) = prepared.prefixes(split)
+        pair = IndexedTokens(prefix)
         assert (pair.num_tokens, pair.num_documents) == (manifest.num_tokens[split], manifest.num_documents[split])
     listed = {"tokenizer.json", *(f"{split}.{ending}" for split in Split for ending in ("bin", "idx"))}
     assert set(manifest.file_digests) == listed

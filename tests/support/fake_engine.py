@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from nvfp4_train.config.batch import BatchConfig, RampConfig
 from nvfp4_train.config.run import Device, RunConfig
 from nvfp4_train.config.scheduler import LinearConfig
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
+from nvfp4_train.data.build import TEXT
 from nvfp4_train.engine.base import Forward, LossSum
 from nvfp4_train.train.callback import Callback
 from nvfp4_train.train.evaluate import Evaluation, ValidationLosses
@@ -89,6 +89,19 @@ class FakeLoader:
         return [fake_batch(first_sequence + index, index=index) for index in range(num_sequences)]
 
 
+class FakeData:
+    """A loader, and a source called fake."""
+
+    def __init__(self) -> None:
+        self.loader = FakeLoader()
+
+    def metrics(self, sequences: int) -> dict[str, float]:
+        return {"data/fake/tokens": sequences * SEQUENCE_LENGTH, "data/fake/epochs": sequences / 100}
+
+    def state(self, sequences: int) -> dict[str, object]:
+        return {"sources": {"fake": sequences * SEQUENCE_LENGTH}}
+
+
 class FakeValidation:
     """Two rows, the same each time."""
 
@@ -140,8 +153,8 @@ def fake_trainer(
     """A trainer of fakes."""
     return Trainer(
         engine=engine or FakeEngine(),
-        data=SimpleNamespace(loader=FakeLoader()),  # type: ignore[arg-type]
-        evaluation=Evaluation(validation=FakeValidation(), num_sequences=2, micro_batch_size=1),  # type: ignore[arg-type]
+        data=FakeData(),  # type: ignore[arg-type]
+        evaluation=Evaluation(validation={TEXT: FakeValidation()}, num_sequences=2, micro_batch_size=1),  # type: ignore[dict-item]
         pace=pace or fake_pace(),
         state=state or TrainState(),
         callbacks=callbacks,

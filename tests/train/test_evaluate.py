@@ -1,6 +1,7 @@
 import torch
 
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
+from nvfp4_train.data.build import TEXT
 from nvfp4_train.engine.base import Forward, LossSum
 from nvfp4_train.train.evaluate import Evaluation, ValidationLosses
 from tests.support.fake_engine import FakeEngine, FakeValidation, fake_batch
@@ -26,7 +27,7 @@ class LossByRow(FakeEngine):
 
 
 def test_losses_are_means_over_labels_not_over_batches():
-    evaluation = Evaluation(validation=UnevenValidation(), num_sequences=2, micro_batch_size=1)  # type: ignore[arg-type]
+    evaluation = Evaluation(validation={TEXT: UnevenValidation()}, num_sequences=2, micro_batch_size=1)  # type: ignore[dict-item]
     assert evaluation.run(LossByRow()) == ValidationLosses(recipe=(3 * 2 + 6) / 4, bf16=(3 * 1 + 5) / 4)
 
 
@@ -39,5 +40,19 @@ def test_sums_keep_their_digits_over_many_batches():
         def evaluate(self, batch: Batch, *, forward: Forward) -> LossSum:
             return LossSum(loss_sum=torch.tensor(1e5 + 0.1), num_labels=torch.tensor(1))
 
-    evaluation = Evaluation(validation=Many(), num_sequences=1, micro_batch_size=1)  # type: ignore[arg-type]
+    evaluation = Evaluation(validation={TEXT: Many()}, num_sequences=1, micro_batch_size=1)  # type: ignore[dict-item]
     assert evaluation.run(Tenth()).recipe == float(torch.tensor(1e5 + 0.1))
+
+
+def test_sets_with_names_have_losses_of_their_own_and_one_over_all_labels():
+    sets = {"web": FakeValidation(), "code": UnevenValidation()}
+    losses = Evaluation(validation=sets, num_sequences=2, micro_batch_size=1).run(LossByRow())  # type: ignore[arg-type]
+    web, code = (3 * 2 + 3 * 6) / 6, (3 * 2 + 6) / 4
+    assert losses.metrics() == {
+        "val/loss": (6 * web + 4 * code) / 10,
+        "val/loss_bf16": (6 * web + 4 * code) / 10 - 1,
+        "val/web/loss": web,
+        "val/web/loss_bf16": web - 1,
+        "val/code/loss": code,
+        "val/code/loss_bf16": code - 1,
+    }

@@ -1,5 +1,6 @@
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ from nvfp4_train.checkpoint.error import CheckpointError
 from nvfp4_train.checkpoint.folder import CheckpointInfo, mark_complete, read_info, write_info
 from nvfp4_train.config.load import load_config, load_yaml
 from nvfp4_train.config.train import ResumeMode
-from nvfp4_train.train.resume import Request, Start, check_data, decide_start
+from nvfp4_train.train.resume import Request, Start, decide_start, resume_data
 from nvfp4_train.train.run_folder import RunFolder
 from nvfp4_train.train.state import TrainState
 
-DATA = {"fingerprint": "abc", "sequence_length": 64, "seed": 1}
+DATA = {"fingerprint": "abc", "sequence_length": 64, "sources": {}}
 CONFIG = load_yaml(load_config(["experiment=tiny"]).yaml)
 
 
@@ -197,19 +198,66 @@ def test_a_path_without_a_checkpoint_is_refused(trunk: RunFolder, branch: RunFol
         decide_start(request(incomplete), folder=branch)
 
 
+class FakeData:
+    """Data whose state is DATA, or not."""
+
+    def __init__(self, *changes: str, starts_new_phase: bool = False) -> None:
+        self.fingerprint = "xyz" if changes else "abc"
+        self.starts_new_phase = starts_new_phase
+        self.asked: list[tuple[object, ...]] = []
+        self._changes = list(changes)
+
+    def changes(self, saved: dict[str, Any], *, sequences: int) -> list[str]:
+        self.asked.append((saved, sequences))
+        return self._changes
+
+    def begin_phase(self, saved: dict[str, Any], *, tokens: int) -> dict[str, int]:
+        self.asked.append((saved, tokens))
+        return {"web": 100, "new": 0}
+
+
 def test_other_data_are_refused_with_both_fingerprints(trunk: RunFolder):
     start = decide_start(request(), folder=trunk)
-    with pytest.raises(ValueError, match=r"found:    fingerprint xyz\n    expected: fingerprint abc"):
-        check_data(start, {**DATA, "fingerprint": "xyz"})
+    expected = r"found:    fingerprint xyz\n    expected: fingerprint abc\n +source web: it changed\n    fix: "
+    with pytest.raises(ValueError, match=expected):
+        resume_data(start, FakeData("source web: it changed"))  # type: ignore[arg-type]
 
 
 def test_the_same_data_go_on(trunk: RunFolder):
-    assert check_data(decide_start(request(), folder=trunk), dict(DATA))
-    assert check_data(Start(), {**DATA, "fingerprint": "xyz"})
+    start, data = decide_start(request(), folder=trunk), FakeData()
+    state = start.state()
+    assert resume_data(start, data) == (state.sequences, [])  # type: ignore[arg-type]
+    assert data.asked == [(DATA, state.sequences)]
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": "xyz"}, {"sequence_length": 32}, {"seed": 2}])
-def test_a_fork_onto_other_data_begins_at_their_start(trunk: RunFolder, branch: RunFolder, change: dict[str, object]):
+def test_a_checkpoint_without_cursors_is_refused(trunk: RunFolder):
+    start = decide_start(request(), folder=trunk)
+    old = {"fingerprint": "abc", "sequence_length": 64, "seed": 1}
+    start = replace(start, metadata={**start.metadata, "data": old})
+    with pytest.raises(ValueError, match="does not say what was read from each source"):
+        resume_data(start, FakeData())  # type: ignore[arg-type]
+
+
+def test_a_run_from_the_beginning_compares_nothing():
+    data = FakeData("changed")
+    assert resume_data(Start(), data) == (0, [])  # type: ignore[arg-type]
+    assert data.asked == []
+
+
+def test_a_fork_onto_other_data_begins_at_their_start(trunk: RunFolder, branch: RunFolder):
     start = decide_start(request(trunk.path, mode="fork"), folder=branch)
-    assert check_data(start, dict(DATA))
-    assert not check_data(start, {**DATA, **change})
+    assert resume_data(start, FakeData()) == (start.state().sequences, [])  # type: ignore[arg-type]
+    data = FakeData("source web: it changed")
+    position, changes = resume_data(start, data)  # type: ignore[arg-type]
+    assert position == 0
+    assert changes == [
+        "source web: it changed", "source web: goes on at token 100", "source new: goes on at token 0"
+    ]  # fmt: skip
+    assert data.asked[-1] == (DATA, start.state().tokens)
+
+
+def test_a_new_phase_goes_on_with_other_data(trunk: RunFolder):
+    start = decide_start(request(), folder=trunk)
+    position, changes = resume_data(start, FakeData("source web: it changed", starts_new_phase=True))  # type: ignore[arg-type]
+    assert position == 0
+    assert changes[0] == "source web: it changed"

@@ -24,7 +24,7 @@ class Checkpointing(Callback):
     Args:
         cfg: When to save, and how many checkpoints stay.
         folder: Where checkpoints go.
-        metadata: What every checkpoint records besides the progress.
+        metadata: What every checkpoint records besides the progress in training and data.
         start_step: Step that the run starts from.
     """
 
@@ -51,6 +51,7 @@ class Checkpointing(Callback):
             raise NonFiniteError(f"step {trainer.state.step}: {where} is not finite after the update; it is not saved")
         with trainer.stopwatch.paused():
             path = self._folder / f"step_{trainer.state.step:08d}"
-            trainer.engine.save(path, {**self._metadata, "train_state": trainer.state.to_dict()})
+            data = trainer.data.state(trainer.state.sequences)
+            trainer.engine.save(path, {**self._metadata, "train_state": trainer.state.to_dict(), "data": data})
             prune_checkpoints(self._folder, keep_last=self._cfg.keep_last)
         self._saved_step = trainer.state.step

@@ -49,13 +49,14 @@ class MetricsLogging(Callback):
             "train/grad_norm": values.grad_norm,
             "lr": result.lr,
             "tokens_per_second": self._throughput.lap(state),
+            **trainer.data.metrics(state.sequences),
         }
         self._write(state, row)
 
     def _write(self, state: TrainState, row: dict[str, float]) -> None:
         full: dict[str, int | float] = {"step": state.step, "tokens": state.tokens, **row}
         if self._losses is not None:
-            full |= {"val/loss": self._losses.recipe, "val/loss_bf16": self._losses.bf16}
+            full |= self._losses.metrics()
             self._losses = None
         for sink in self._sinks:
             sink.write(full)

@@ -52,7 +52,8 @@ def test_a_checkpoint_records_where_the_run_stands(tmp_path: Path):
     trainer = trainer_that_saves(tmp_path, interval=0)
     trainer.fit(evaluate_first=False)
     state = {"step": 5, "tokens": 40, "sequences": 10}
-    assert ("save", "step_00000005", {"config": {"a": 1}, "train_state": state}) in trainer.engine.calls  # type: ignore[attr-defined]
+    metadata = {"config": {"a": 1}, "train_state": state, "data": {"sources": {"fake": 40}}}
+    assert ("save", "step_00000005", metadata) in trainer.engine.calls  # type: ignore[attr-defined]
 
 
 def test_nothing_is_saved_twice(tmp_path: Path):

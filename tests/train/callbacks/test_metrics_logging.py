@@ -54,6 +54,8 @@ def test_a_row_has_what_others_rely_on():
             "train/grad_norm": 1.0,
             "lr": 1.0,
             "tokens_per_second": 4.0,
+            "data/fake/tokens": 8,
+            "data/fake/epochs": 0.02,
         },
         {
             "step": 2,
@@ -62,6 +64,8 @@ def test_a_row_has_what_others_rely_on():
             "train/grad_norm": 1.0,
             "lr": 0.5,
             "tokens_per_second": 4.0,
+            "data/fake/tokens": 16,
+            "data/fake/epochs": 0.04,
             "val/loss": 2.0,
             "val/loss_bf16": 1.0,
         },
