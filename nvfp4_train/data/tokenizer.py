@@ -19,6 +19,8 @@ _PIECE_CHARACTERS = 100_000
 _BATCH_CHARACTERS = 4_000_000
 # The pre-tokenizer always breaks around a newline between two visible characters, so cutting there changes no token.
 _SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+# Training takes time quadratic in the length of a word: a megabyte without a space would take hours.
+_LONG_WORD = re.compile(r"(\S{2000})")
 
 
 def tokenizer_version() -> str:
@@ -45,7 +47,8 @@ def train_tokenizer(documents: Iterable[Document], *, vocab_size: int) -> Tokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(documents, _SAMPLE_CHARACTERS), trainer)
+    sample = _sample(documents, _SAMPLE_CHARACTERS)
+    tokenizer.train_from_iterator((part for text in sample for part in _LONG_WORD.split(text)), trainer)
     return tokenizer
 
 

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import random
+import time
 
 import numpy as np
 import pytest
@@ -51,6 +52,12 @@ def test_training_is_deterministic_and_ignores_the_order_of_documents(documents)
 
 def test_a_short_text_gives_a_smaller_vocabulary():
     assert train_tokenizer([document("ab ab")], vocab_size=4096).get_vocab_size() == 1 + 256 + 1 + 1
+
+
+def test_training_on_a_word_without_end_takes_no_hours():
+    start = time.perf_counter()
+    assert train_tokenizer([document("x" * 200_000)], vocab_size=300).get_vocab_size() < 300
+    assert time.perf_counter() - start < 10  # 0.1 s; 48 s where the time grows with the square of the length
 
 
 def test_sample_is_bounded_and_drawn_by_hash(documents):
