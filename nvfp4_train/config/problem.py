@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import TypeVar
@@ -136,9 +137,11 @@ def not_negative(cfg: object, *names: str) -> list[Rule]:
 
 
 def _not_infinite(cfg: object, *names: str) -> list[Rule]:
-    return [
-        Rule(name, lambda name=name: getattr(cfg, name) != inf, "must be finite", "give a number") for name in names
-    ]
+    return [Rule(name, partial(_is_not_infinite, cfg, name), "must be finite", "give a number") for name in names]
+
+
+def _is_not_infinite(cfg: object, name: str) -> bool:
+    return bool(getattr(cfg, name) != inf)
 
 
 def _compare(cfg: object, name: str, *, above: bool) -> Callable[[], bool]:

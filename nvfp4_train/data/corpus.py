@@ -141,11 +141,10 @@ def _jsonl_text(file: CorpusFile, raw: bytes, number: int) -> str:
     where = f"{file.path}:{number}"
     try:
         row = json.loads(_decode(raw))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting as deep
         raise DataError(
-            where, found=f"invalid JSON ({error.msg} at column {error.colno})", expected="one JSON object a line",
-            fix="repair or delete the line",
-        ) from error  # fmt: skip
+            where, found=f"invalid JSON ({error})", expected="one JSON object a line", fix="repair or delete the line"
+        ) from error
     if not isinstance(row, dict):
         raise DataError(where, found=f"a JSON {type(row).__name__}", expected="a JSON object", fix="repair the line")
     if file.jsonl_key not in row:

@@ -53,7 +53,7 @@ def _named_file(path: Path) -> Path:
 def _matched(path: Path) -> Iterator[Path]:
     if path.is_dir():
         yield from _walk(path)
-    elif _is_text(path):
+    elif _is_text(path) and path.is_file():  # a named pipe would be read for ever
         yield path
 
 

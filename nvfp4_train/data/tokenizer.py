@@ -19,6 +19,8 @@ _PIECE_CHARACTERS = 100_000
 _BATCH_CHARACTERS = 4_000_000
 # The pre-tokenizer always breaks around a newline between two visible characters, so cutting there changes no token.
 _SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+# Training takes time quadratic in the length of a word: a megabyte without a space would take hours.
+_LONG_WORD = re.compile(r"(\S{2000})")
 
 
 def tokenizer_version() -> str:
@@ -48,7 +50,8 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(documents, sample_characters), trainer)
+    sample = _sample(documents, sample_characters)
+    tokenizer.train_from_iterator((part for text in sample for part in split_long_words(text)), trainer)
     return tokenizer
 
 
@@ -87,6 +90,11 @@ def encode_documents(
             ids = [np.asarray(next(encoded).ids, dtype=dtype) for _ in parts]
             yield split, np.concatenate([*ids, np.asarray([end], dtype=dtype)])
         advance(sum(len(document.text) for _, document in group))
+
+
+def split_long_words(text: str) -> list[str]:
+    """Cut words of thousands of characters: training time grows with the square of a word's length."""
+    return _LONG_WORD.split(text)
 
 
 def _sample(documents: Iterable[Document], max_characters: int) -> list[str]:

@@ -17,7 +17,11 @@ from nvfp4_train.train.state import TrainState
 # Keys that say what this start is; that they differ tells nobody anything.
 EXPECTED = ("run.name", "run.dir", "resume", "resume_mode")
 # What a checkpoint has to record for a start, and the keys of it.
-NEEDED: dict[str, set[str]] = {"train_state": set(TrainState().to_dict()), "data": {"fingerprint", "sources"}, "config": set()}
+NEEDED: dict[str, set[str]] = {
+    "train_state": set(TrainState().to_dict()),
+    "data": {"fingerprint", "sources"},
+    "config": set(),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

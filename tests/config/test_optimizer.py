@@ -14,6 +14,7 @@ VALID = composed().optimizer
         ({"beta1": 1.0}, "beta1"),
         ({"beta2": -0.1}, "beta2"),
         ({"eps": -1e-8}, "eps"),
+        ({"eps": 0.0}, "eps"),
         ({"weight_decay": -0.1, "weight_decay_shape": WeightDecayShape.linear}, "weight_decay"),
         ({"weight_decay_start": 0.2}, "weight_decay_start"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm"),

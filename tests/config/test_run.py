@@ -13,6 +13,7 @@ VALID = composed().run
         ({"name": ""}, "name"),
         ({"name": "a/b"}, "name"),
         ({"name": ".."}, "name"),
+        ({"name": "a\nb"}, "name"),
         ({"dir": ""}, "dir"),
         ({"seed": -1}, "seed"),
         ({"tokens": 0}, "tokens"),

@@ -59,6 +59,8 @@ def test_digest_depends_on_the_text_only(tmp_path):
     ("line", "words"),
     [
         ('{"text": "unfinished', "invalid JSON"),
+        pytest.param("[" * 100_000, "invalid JSON", id="nested too deep"),
+        pytest.param('{"text": "a", "id": ' + "1" * 5000 + "}", "invalid JSON", id="number too long"),
         ("[1, 2]", "a JSON list"),
         ('{"body": "x"}', "the key 'text'"),
         ('{"text": 3}', "'text' holds int"),

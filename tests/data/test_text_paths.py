@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from nvfp4_train.data.error import DataError
@@ -65,3 +67,11 @@ def test_paths_that_give_no_text(folder, name, words):
         find_text_files([str(folder / "b.txt"), str(folder / name)])
     assert caught.value.found == words
     assert caught.value.path == str(folder / name)
+
+
+@pytest.mark.parametrize("given", ["pipe.txt", "*.txt"])
+def test_a_named_pipe_or_a_dangling_link_is_no_text(tmp_path, given):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(DataError):
+        find_text_files([str(tmp_path / given)])

@@ -53,6 +53,13 @@ def test_a_short_text_gives_a_smaller_vocabulary():
     assert train_tokenizer([document("ab ab")], vocab_size=4096).get_vocab_size() == 1 + 256 + 1 + 1
 
 
+def test_training_sees_no_word_whose_length_squared_matters():
+    parts = module.split_long_words("short " + "x" * 200_000 + " end")
+    assert max(map(len, parts)) <= 4_000
+    assert "".join(parts).count("x") > 190_000
+    assert train_tokenizer([document("x" * 200_000)], vocab_size=300).get_vocab_size() < 300
+
+
 def test_sample_is_bounded_and_drawn_by_hash(documents):
     limit = 20_000
     sample = module._sample(iter(documents), limit)

@@ -85,6 +85,13 @@ def test_a_file_without_arrays_to_check_is_an_error(tmp_path: Path):
         load_golden(tmp_path / "inputs.safetensors")
 
 
+@pytest.mark.parametrize("x", [torch.ones(16, 16, dtype=torch.int32), torch.ones(16), torch.ones(16, 7)])
+def test_an_input_that_cannot_be_quantized_names_the_array(x: torch.Tensor, tmp_path: Path):
+    save_file({"odd.x": x, "odd.1d.row.data": torch.zeros(1)}, tmp_path / "odd.safetensors")
+    with pytest.raises(ValueError, match=r"odd\.1d\.row\.data cannot be recomputed: "):
+        check_files([tmp_path / "odd.safetensors"], backend=Backend.oracle, report=print)
+
+
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     script = ROOT / "scripts" / "conformance.py"
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
