@@ -1,20 +1,76 @@
 """GEMMs on quantized operands: the bit-exact reference, and the fast one with exact operands and one rounding."""
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from nvfp4_train.numerics.formats import BLOCK_LENGTH, E2M1_MAX, decode_e2m1, decode_e4m3, unpack_codes
+from nvfp4_train.numerics.kernels import gemm as kernel
 from nvfp4_train.numerics.kernels import is_compiled, native
-from nvfp4_train.numerics.quantize import GemmOperand, QuantizedTensor
-from nvfp4_train.numerics.spec import GemmMode, OperandSpec
+from nvfp4_train.numerics.quantize import GemmOperand, QuantizedTensor, gemm_operand
+from nvfp4_train.numerics.spec import Format, GemmMode, OperandSpec
 
 logger = logging.getLogger(__name__)
 
+PACKED_FORMATS = (Format.nvfp4,)  # whose codes the CPU kernel decodes while it reads them
 
-def global_alpha(a: GemmOperand, b: GemmOperand) -> Tensor:
+
+@dataclass(frozen=True)
+class PackedOperand:
+    """A quantized operand that stays packed until a GEMM needs its values.
+
+    Args:
+        quantized: The codes and scales.
+        is_transposed: Whether the GEMM contracts the other dim of the codes; 16x16 tiles do not depend on it.
+    """
+
+    quantized: QuantizedTensor
+    is_transposed: bool = False
+
+    @property
+    def spec(self) -> OperandSpec:
+        """How it was quantized."""
+        return self.quantized.spec
+
+    @property
+    def amax(self) -> Tensor:
+        """fp32 [1] or [R]."""
+        return self.quantized.amax
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.quantized.codes.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(R, K) as the GEMM sees it."""
+        rows, columns = self.quantized.shape
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def values(self) -> Tensor:
+        """Decode to bf16 [R, K], anew each time."""
+        return self.unpacked().values
+
+    def unpacked(self) -> GemmOperand:
+        """Return the same operand with its values."""
+        operand = gemm_operand(self.quantized)
+        return operand.transposed() if self.is_transposed else operand
+
+
+Operand = GemmOperand | PackedOperand
+
+
+def reads_packed(x: Tensor, spec: OperandSpec) -> bool:
+    """Say whether GEMMs on x's device multiply packed codes of this spec faster than values unpacked before."""
+    return spec.format in PACKED_FORMATS and kernel.multiplies(x)
+
+
+def global_alpha(a: Operand, b: Operand) -> Tensor:
     """Return the factor that turns the product of two operands' values into the product of the operands.
 
     A quantized operand contributes amax / (6 * block_scale_max), an operand in high precision contributes 1.
@@ -22,10 +78,10 @@ def global_alpha(a: GemmOperand, b: GemmOperand) -> Tensor:
     Returns:
         fp32 0-dim; [R_a, 1], [1, R_b] or [R_a, R_b] where operands have one global scale per row.
     """
-    return _alpha(a.amax, b.amax, a.spec, b.spec, device=a.values.device)
+    return _alpha(a.amax, b.amax, a.spec, b.spec, device=a.device)
 
 
-def exact_gemm(a: GemmOperand, b: GemmOperand, *, mode: GemmMode, out_dtype: torch.dtype) -> Tensor:
+def exact_gemm(a: Operand, b: Operand, *, mode: GemmMode, out_dtype: torch.dtype) -> Tensor:
     """Return global_alpha * a.values @ b.values^T, [R_a, R_b], rounded once to `out_dtype`.
 
     The values of quantized operands are exact in BF16 and so are their products in FP32: only the FP32 sums round,
@@ -38,18 +94,25 @@ def exact_gemm(a: GemmOperand, b: GemmOperand, *, mode: GemmMode, out_dtype: tor
         out_dtype: fp32 or bf16.
 
     Raises:
-        ValueError: for bf16_exact with an FP32 operand, whose values BF16 cannot hold.
+        ValueError: for operands that differ in K; for bf16_exact with an FP32 operand, whose values BF16 cannot hold.
     """
-    fp32_operand = torch.float32 in (a.values.dtype, b.values.dtype)
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"gemm: the operands contract different lengths, found {a.shape[1]} and {b.shape[1]}")
+    fp32_operand = Format.fp32 in (a.spec.format, b.spec.format)
     if fp32_operand and mode is GemmMode.bf16_exact:
         raise ValueError("gemm: found bf16_exact with an fp32 operand, which BF16 cannot hold; use fp32_exact or auto")
-    in_bf16 = not fp32_operand and _multiplies_in_bf16(mode, a.values.device)
+    in_bf16 = not fp32_operand and _multiplies_in_bf16(mode, a.device)
+    is_quantized = a.spec.is_quantized or b.spec.is_quantized
     alpha = global_alpha(a, b)
-    if in_bf16 and a.values.is_cuda:
-        return (torch.mm(a.values, b.values.t(), out_dtype=torch.float32) * alpha).to(out_dtype)
+    if in_bf16 and (is_quantized or out_dtype is torch.float32) and _kernel_multiplies(a, b):
+        transposed = [isinstance(side, PackedOperand) and side.is_transposed for side in (a, b)]
+        return torch.ops.nvfp4_train.gemm(_parts(a), _parts(b), alpha, transposed=transposed, out_dtype=out_dtype)
+    a_values, b_values = a.values, b.values
+    if in_bf16 and a_values.is_cuda:
+        return (torch.mm(a_values, b_values.t(), out_dtype=torch.float32) * alpha).to(out_dtype)
     if in_bf16 and out_dtype is torch.bfloat16 and alpha.dim() == 0:
-        return torch.ops.nvfp4_train.gemm_bf16(a.values, b.values, alpha)
-    product = torch.ops.nvfp4_train.gemm_fp32(a.values, b.values, bf16_products=in_bf16)
+        return torch.ops.nvfp4_train.gemm_bf16(a_values, b_values, alpha)
+    product = torch.ops.nvfp4_train.gemm_fp32(a_values, b_values, bf16_products=in_bf16)
     return (product * alpha).to(out_dtype)
 
 
@@ -67,6 +130,25 @@ def reference_gemm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.d
     if a.shape[1]:
         total = alpha * total
     return total.to(out_dtype)
+
+
+def _kernel_multiplies(a: Operand, b: Operand) -> bool:
+    """The kernel reads values with one unit stride, and codes of the formats it knows.
+
+    What is BF16 in and out it leaves to PyTorch, whose GEMM is 4 % faster on unpacked operands.
+    """
+    return all(
+        kernel.multiplies(side.quantized.codes) and side.spec.format in PACKED_FORMATS
+        if isinstance(side, PackedOperand)
+        else kernel.multiplies(side.values) and 1 in side.values.stride()
+        for side in (a, b)
+    )
+
+
+def _parts(side: Operand) -> list[Tensor]:
+    if isinstance(side, PackedOperand):
+        return [side.quantized.codes, side.quantized.block_scale]
+    return [side.values]
 
 
 def _sum_blocks(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:

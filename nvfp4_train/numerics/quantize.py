@@ -70,6 +70,16 @@ class GemmOperand:
     amax: Tensor | None
     spec: OperandSpec
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """(R, K)."""
+        return self.values.shape
+
     def transposed(self) -> "GemmOperand":
         """Return the operand of the transposed matrix without quantizing again (a view).
 

@@ -6,15 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nvfp4_train.numerics.quantize import (
-    Direction,
-    GemmOperand,
-    QuantizedTensor,
-    compute_amax,
-    gemm_operand,
-    quantize,
-    quantize_operand,
-)
+from nvfp4_train.numerics.gemm import Operand, PackedOperand, reads_packed
+from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, compute_amax, quantize, quantize_operand
 from nvfp4_train.numerics.random import RandomStream, stream_key
 from nvfp4_train.numerics.spec import Format, OperandSpec, Rounding
 
@@ -70,13 +63,13 @@ class StoredOperand:
         """Return the operand for a GEMM that contracts the other dim of the same codes."""
         return replace(self, is_transposed=not self.is_transposed)
 
-    def to_gemm_operand(self) -> GemmOperand:
-        """Return what a GEMM multiplies."""
+    def to_gemm_operand(self) -> Operand:
+        """Return what a GEMM multiplies, still packed."""
         if not self.spec.is_quantized:
             return quantize_operand(self.tensors[0], self.spec, direction=self.direction)
         codes, block_scale, amax = self.tensors
-        operand = gemm_operand(QuantizedTensor(codes, block_scale, amax, self.spec, self.shape, self.dtype))
-        return operand.transposed() if self.is_transposed else operand
+        quantized = QuantizedTensor(codes, block_scale, amax, self.spec, self.shape, self.dtype)
+        return PackedOperand(quantized, self.is_transposed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +97,11 @@ class OperandRounder:
     reduce_amax: Callable[[Tensor], Tensor]
     record: Callable[[str, Tensor], None]
 
-    def round(self, name: str, tensor: Tensor) -> GemmOperand:
+    def round(self, name: str, tensor: Tensor) -> Operand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
         spec, direction = self.specs[name], OPERAND_PLACES[name].direction
+        if reads_packed(tensor, spec):
+            return self.store(name, tensor).to_gemm_operand()
         if not spec.is_quantized:
             return quantize_operand(tensor, spec, direction=direction)
         amax = self._agree_on_amax(name, tensor)

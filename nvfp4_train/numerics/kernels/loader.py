@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "decode.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "decode.cpp", "gemm.cpp"))
 HEADERS = (Path(__file__).with_name("formats.h"),)
 COMPILERS = ("c++", "g++", "clang++")
 # No flag changes a result (contraction to FMA would); the last ones let compilers vectorize branch-free code.
