@@ -1,5 +1,6 @@
 """Turns a value as YAML or the command line gives it into a field's type."""
 
+from collections.abc import Mapping
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -8,9 +9,21 @@ from nvfp4_train.config.problem import Problem
 from nvfp4_train.config.suggest import choice_fix
 
 MISSING = "???"  # how Hydra writes a value that the user must give
-_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_WORDS: dict[Any, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    dict[str, Any]: "a mapping of names to values",
+}
 _LIST_EXAMPLE = "'[a,b]'"
-_EXAMPLES = {str: "'\"text\"'", bool: "true", int: "16", float: "0.1"}
+_EXAMPLES: dict[Any, str] = {
+    str: "'\"text\"'",
+    bool: "true",
+    int: "16",
+    float: "0.1",
+    dict[str, Any]: "'{name: value}'",
+}
 
 
 def convert_value(value: object, hint: Any) -> Any:
@@ -18,7 +31,8 @@ def convert_value(value: object, hint: Any) -> Any:
 
     Args:
         value: Text, number, bool, None or list.
-        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, or one of them ``| None``.
+        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, ``dict[str, Any]``, or one of them
+            ``| None``.
 
     Raises:
         TypeError: if it does not fit.
@@ -37,6 +51,8 @@ def convert_value(value: object, hint: Any) -> Any:
         return _enum_member(value, hint)
     if hint == list[str] and isinstance(value, list):
         return [convert_value(item, str) for item in value]
+    if hint == dict[str, Any] and isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
     raise TypeError(f"{value!r} is not {expected_type(hint)}")
 
 

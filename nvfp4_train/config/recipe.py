@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
+from typing import Any
 
 from nvfp4_train.config.problem import Rule, check, not_negative
-from nvfp4_train.numerics.spec import BLOCK_SIZE, Block, GemmMode, OperandSpec, Rounding
+from nvfp4_train.numerics.spec import BLOCK_SIZE, EXTENSION_PATH, Block, GemmMode, OperandSpec, Rounding
 
 
 class ComputeDtype(StrEnum):
@@ -17,10 +18,19 @@ class ComputeDtype(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class FpropRow:
-    """Operands of y = x w^T, contracted over the input features."""
+    """Operands of y = x w^T, contracted over the input features.
+
+    In every row, `gemm` is the import path of a function that computes it in place of the built-in GEMM on rounded
+    operands, and `args` its further keyword arguments.
+    """
 
     x: OperandSpec
     w: OperandSpec
+    gemm: str | None = None
+    args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, *_extension_rules(self, "gemm", "args"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +39,11 @@ class DgradRow:
 
     dy: OperandSpec
     w: OperandSpec
+    gemm: str | None = None
+    args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, *_extension_rules(self, "gemm", "args"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,10 +52,13 @@ class WgradRow:
 
     x: OperandSpec
     dy: OperandSpec
+    gemm: str | None = None
+    args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check(
             self,
+            *_extension_rules(self, "gemm", "args"),
             Rule(
                 "x.hadamard_size",
                 lambda: self.x.hadamard_size == self.dy.hadamard_size,
@@ -62,14 +80,24 @@ class WgradRow:
 
 @dataclass(kw_only=True, slots=True)
 class LinearRecipe:
-    """The three GEMMs of a Linear."""
+    """The three GEMMs of a Linear.
+
+    `pair` is the import path of an object whose `forward` and `backward` compute a Linear in place of the three rows,
+    and `args` their further keyword arguments.
+    """
 
     fprop: FpropRow
     dgrad: DgradRow
     wgrad: WgradRow
+    pair: str | None = None
+    args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check(self, *(self._no_hadamard(name) for name in ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w")))
+        check(
+            self,
+            *_extension_rules(self, "pair", "args"),
+            *(self._no_hadamard(name) for name in ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w")),
+        )
 
     def _no_hadamard(self, name: str) -> Rule:
         return Rule(
@@ -129,10 +157,37 @@ class KeepBf16:
 
 @dataclass(kw_only=True, slots=True)
 class RecipeConfig:
-    """A precision recipe: one table for every Linear that is not kept."""
+    """A precision recipe: one table for every Linear that is not kept.
+
+    `after_optimizer` is the import path of a function that is called with the model and the step after each optimizer
+    step, and `after_optimizer_args` its further keyword arguments.
+    """
 
     name: str
     compute_dtype: ComputeDtype
     gemm: GemmMode
     linear: LinearRecipe
     keep_bf16: KeepBf16
+    after_optimizer: str | None = None
+    after_optimizer_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, *_extension_rules(self, "after_optimizer", "after_optimizer_args"))
+
+
+def _extension_rules(cfg: object, path: str, args: str) -> list[Rule]:
+    """Rules of a key that names code and of the key that holds its arguments."""
+    return [
+        Rule(
+            path,
+            lambda: getattr(cfg, path) is None or EXTENSION_PATH.fullmatch(getattr(cfg, path)) is not None,
+            "must be an import path",
+            "write package.module:name",
+        ),
+        Rule(
+            args,
+            lambda: getattr(cfg, path) is not None or getattr(cfg, args) is None,
+            f"are given to what {path} names, and it is null",
+            f"set {path}, or leave {args} out",
+        ),
+    ]

@@ -4,8 +4,10 @@ Everything here is data and imports nothing heavy, so that the configuration lay
 members are named like their values because OmegaConf matches members by name.
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Format(StrEnum):
@@ -66,6 +68,8 @@ HIGH_PRECISION_FORMATS = (Format.fp32, Format.bf16)
 BLOCK_SIZE = {Block.row_1x16: 16, Block.tile_16x16: 16}
 HADAMARD_SIGN_MASK = {HadamardSigns.none: 0, HadamardSigns.fixed: 0xD7E8}  # bit i set: element i is negated
 
+EXTENSION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:name
+
 
 @dataclass(kw_only=True, slots=True)
 class OperandSpec:
@@ -80,6 +84,9 @@ class OperandSpec:
         global_scale: Elements that share the FP32 scale above the block scales.
         scale_rule: How the block scale is chosen.
         block_scale_max: Largest block scale that the FP32 scale aims at: 448 (E4M3's maximum) or 256 (four-over-six).
+        quantizer: Import path `package.module:function` of code that rounds in place of the built-in one; everything
+            above says what it is given.
+        args: Its further keyword arguments.
 
     Raises:
         ValueError: for a combination that has no definition; the message names the field, what was found and the rule.
@@ -93,9 +100,11 @@ class OperandSpec:
     global_scale: GlobalScale = GlobalScale.none
     scale_rule: ScaleRule = ScaleRule.amax
     block_scale_max: int = 448
+    quantizer: str | None = None
+    args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        problems = _operand_problems(self)
+        problems = _operand_problems(self) + _quantizer_problems(self)
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -155,4 +164,14 @@ def _four_over_six_problems(spec: OperandSpec) -> list[str]:
         return [
             f"scale_rule: {spec.scale_rule} needs rounding nearest_even, global_scale tensor and no Hadamard transform"
         ]
+    return []
+
+
+def _quantizer_problems(spec: OperandSpec) -> list[str]:
+    if spec.quantizer is None:
+        return [] if spec.args is None else [f"args: found {spec.args} without a quantizer to give them to"]
+    if not EXTENSION_PATH.fullmatch(spec.quantizer):
+        return [f"quantizer: found {spec.quantizer!r}, expected package.module:function"]
+    if not spec.is_quantized:
+        return [f"quantizer: needs a low-precision format that says what it is given, found {spec.format}"]
     return []
