@@ -116,7 +116,7 @@ def compute_amax(x: Tensor, spec: OperandSpec, *, direction: Direction) -> Tenso
     x = _as_matrix(x, spec, direction)
     if is_compiled(x):
         return native.amax_op(x, _settings(spec, direction, None))
-    matrix = _quantized_matrix(x, spec, direction)
+    matrix = transformed_matrix(x, spec, direction)
     if spec.global_scale is GlobalScale.row:
         return matrix.abs().amax(dim=1)
     if matrix.numel() == 0:
@@ -157,7 +157,7 @@ def quantize(
     if is_compiled(x):
         codes, scales = native.quantize_op(x, amax, _settings(spec, direction, stream))
     else:
-        unpacked, scales = _quantize_matrix(_quantized_matrix(x, spec, direction), spec, amax, stream)
+        unpacked, scales = _quantize_matrix(transformed_matrix(x, spec, direction), spec, amax, stream)
         codes = pack_codes(unpacked[:rows, :columns])
     return QuantizedTensor(codes, scales, amax, spec, (rows, columns), x.dtype)
 
@@ -184,7 +184,7 @@ def quantize_operand(
     amax = compute_amax(x, spec, direction=direction) if amax is None else _checked_amax(amax, spec, rows)
     if is_compiled(x):
         return GemmOperand(native.quantize_operand_op(x, amax, _settings(spec, direction, stream)), amax, spec)
-    codes, scales = _quantize_matrix(_quantized_matrix(x, spec, direction), spec, amax, stream)
+    codes, scales = _quantize_matrix(transformed_matrix(x, spec, direction), spec, amax, stream)
     return GemmOperand(_scaled_codes(codes, scales)[:rows, :columns].to(torch.bfloat16).contiguous(), amax, spec)
 
 
@@ -252,7 +252,7 @@ def _settings(spec: OperandSpec, direction: Direction, stream: RandomStream | No
     return native.settings_of(spec, column=column, key=stream.key, **offsets)
 
 
-def _quantized_matrix(x: Tensor, spec: OperandSpec, direction: Direction) -> Tensor:
+def transformed_matrix(x: Tensor, spec: OperandSpec, direction: Direction) -> Tensor:
     """The matrix to quantize, fp32 [R, C]: x or x^T, after the Hadamard transform."""
     matrix = x if direction is Direction.row else x.t()
     if spec.hadamard_size:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nvfp4_train.numerics.gemm import Operand, PackedOperand, reads_packed
 from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, compute_amax, quantize, quantize_operand
+from nvfp4_train.numerics.quantizer import round_outside, value_spec
 from nvfp4_train.numerics.random import RandomStream, stream_key
 from nvfp4_train.numerics.spec import Format, OperandSpec, Rounding
 
@@ -100,7 +101,7 @@ class OperandRounder:
     def round(self, name: str, tensor: Tensor) -> Operand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
         spec, direction = self.specs[name], OPERAND_PLACES[name].direction
-        if reads_packed(tensor, spec):
+        if spec.quantizer is not None or reads_packed(tensor, spec):
             return self.store(name, tensor).to_gemm_operand()
         if not spec.is_quantized:
             return quantize_operand(tensor, spec, direction=direction)
@@ -113,14 +114,21 @@ class OperandRounder:
         if not spec.is_quantized:
             return StoredOperand((tensor,), spec, direction, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
         amax = self._agree_on_amax(name, tensor)
-        packed = quantize(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
-        tensors = (packed.codes, packed.block_scale, packed.amax)
-        return StoredOperand(tensors, spec, direction, packed.shape, packed.dtype)
+        if spec.quantizer is None:
+            packed = quantize(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+            return _stored_codes(packed, direction)
+        result = round_outside(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+        if isinstance(result, QuantizedTensor):
+            return _stored_codes(result, direction)
+        shape = (result.shape[0], result.shape[1])
+        return StoredOperand((result,), value_spec(result), Direction.row, shape, result.dtype)
 
     def stream(self, name: str) -> RandomStream | None:
         """Return where the random bytes of an operand come from, or None if it needs none."""
-        if self.specs[name].rounding is not Rounding.stochastic:
-            return None
+        return self.stream_of(name) if self.specs[name].rounding is Rounding.stochastic else None
+
+    def stream_of(self, name: str) -> RandomStream:
+        """Return the stream of an operand, whether or not its rounding draws from it."""
         place = OPERAND_PLACES[name]
         key = stream_key(seed=self.seed, layer=self.layer, operand=name, step=self.step)
         return RandomStream(key, row_offset=self.offsets[place.rows], column_offset=self.offsets[place.columns])
@@ -129,3 +137,8 @@ class OperandRounder:
         amax = self.reduce_amax(compute_amax(tensor, self.specs[name], direction=OPERAND_PLACES[name].direction))
         self.record(name, amax)
         return amax
+
+
+def _stored_codes(packed: QuantizedTensor, direction: Direction) -> StoredOperand:
+    tensors = (packed.codes, packed.block_scale, packed.amax)
+    return StoredOperand(tensors, packed.spec, direction, packed.shape, packed.dtype)

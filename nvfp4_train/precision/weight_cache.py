@@ -49,4 +49,5 @@ def is_shared(specs: dict[str, OperandSpec]) -> bool:
 
     Source: "Pretraining Large Language Models with NVFP4", 2D scaling: both passes see the same quantized weight.
     """
-    return specs["fprop.w"] == specs["dgrad.w"] and specs["fprop.w"].block is Block.tile_16x16
+    spec = specs["fprop.w"]
+    return spec == specs["dgrad.w"] and spec.block is Block.tile_16x16 and spec.quantizer is None

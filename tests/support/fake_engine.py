@@ -78,9 +78,7 @@ def fake_batch(first: int, *, index: int = 0) -> Batch:
     labels = tokens.clone()
     labels[:, -1] = IGNORE_INDEX
     zeros = torch.zeros_like(tokens)
-    return Batch(
-        tokens=tokens, labels=labels, document_ids=zeros.int(), position_ids=zeros, microbatch_index=index
-    )
+    return Batch(tokens=tokens, labels=labels, document_ids=zeros.int(), position_ids=zeros, microbatch_index=index)
 
 
 class FakeLoader:
