@@ -57,6 +57,7 @@ class QuantizedLinear(nn.Linear):
         reduce_amax: Makes ranks that hold parts of one tensor agree on its amax; fp32 [1] or [R] to the same shape.
         row_offset: Global index of the first output feature held here.
         column_offset: Global index of the first input feature held here.
+        saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax, fp32 [1], of each quantized operand in the newest step, by name; filled without a sync.
     """
 
@@ -76,6 +77,7 @@ class QuantizedLinear(nn.Linear):
         self.reduce_amax: Callable[[Tensor], Tensor] = _keep
         self.row_offset = 0
         self.column_offset = 0
+        self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self._amax_step: dict[str, int] = {}
         self._weights = WeightCache()
@@ -123,6 +125,7 @@ class QuantizedLinear(nn.Linear):
             weights=self._weights,
             weight_version=self.position.weight_version,
             has_backward=torch.is_grad_enabled(),
+            record_saved=self._record_saved,
         )
         y: Tensor = LinearFunction.apply(tokens, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -149,6 +152,9 @@ class QuantizedLinear(nn.Linear):
         is_same_step = self._amax_step.get(name) == step
         self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
         self._amax_step[name] = step
+
+    def _record_saved(self, num_bytes: int) -> None:
+        self.saved_bytes = num_bytes
 
     def _check_tokens(self, num_tokens: int, multiple: int) -> None:
         if num_tokens % multiple:
@@ -181,6 +187,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(*saved.tensors)
         ctx.saved = saved.without_tensors()
+        if needs_dx or needs_dw:
+            call.record_saved(saved.num_input_bytes(weight))
         return y
 
     @staticmethod

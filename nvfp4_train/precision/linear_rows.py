@@ -8,6 +8,7 @@ Between forward and backward only packed operands are kept: x as wgrad will cont
 tensors they came from. A row from outside gets those tensors instead, so they are kept for it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +84,13 @@ class Saved:
         """Put the tensors back."""
         return replace(self, tensors=tuple(tensors))
 
+    def num_input_bytes(self, weight: Tensor) -> int:
+        """Return the bytes of all tensors but those of the weight."""
+        tensors = self.operand("x").tensors if any(name == "x" for name, _, _ in self.operands) else ()
+        if not self.operands:  # of a pair from outside
+            tensors = tuple(tensor for tensor in self.tensors if tensor.data_ptr() != weight.data_ptr())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def operand(self, name: str) -> StoredOperand:
         """Return one operand with its tensors."""
         start = 0
@@ -104,6 +112,7 @@ class LinearCall:
         weights: The layer's cache.
         weight_version: The caller's counter of weight changes.
         has_backward: Whether autograd records this call; inside an autograd function it cannot be asked.
+        record_saved: Told the bytes kept of the input.
     """
 
     recipe: LinearRecipe
@@ -112,6 +121,7 @@ class LinearCall:
     weights: WeightCache
     weight_version: int
     has_backward: bool
+    record_saved: Callable[[int], None]
 
     def forward(self, x: Tensor, weight: Tensor, *, needs_dx: bool, needs_dw: bool) -> tuple[Tensor, Saved]:
         """Return y [T, out_features] in the dtype of x, and what the gradients that are needed need."""

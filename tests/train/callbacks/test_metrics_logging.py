@@ -54,6 +54,7 @@ def test_a_row_has_what_others_rely_on():
             "train/grad_norm": 1.0,
             "lr": 1.0,
             "tokens_per_second": 4.0,
+            "precision/memory": 0,
         },
         {
             "step": 2,
@@ -62,6 +63,7 @@ def test_a_row_has_what_others_rely_on():
             "train/grad_norm": 1.0,
             "lr": 0.5,
             "tokens_per_second": 4.0,
+            "precision/memory": 0,
             "val/loss": 2.0,
             "val/loss_bf16": 1.0,
         },
