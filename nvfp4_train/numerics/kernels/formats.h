@@ -162,7 +162,8 @@ inline float round_nearest(float scaled) {
     return as_float(as_bits(rounded) | sign);
 }
 
-// Moves up by byte/256 of a grid step and truncates to the grid: normal numbers by clearing bits, others as integers.
+// Moves up by byte/256 of a grid step and truncates to the grid: normal numbers by clearing bits, others as integers. E2M1 has
+// one subnormal number, 0.5, so clearing bits does for that too; conversions to integers would halve the speed.
 template <typename Element>
 inline float round_stochastic(float scaled, uint32_t byte) {
     constexpr float smallest = power_of_two<Element::kSmallest>();
@@ -170,6 +171,11 @@ inline float round_stochastic(float scaled, uint32_t byte) {
     const Size size = size_of<Element>(scaled);
     const float moved = size.value + float(int32_t(byte)) * as_float(size.power - (uint32_t(8 + Element::kMantissa) << 23));
     const uint32_t normal = as_bits(moved) & (kSign - (1u << (23 - Element::kMantissa)));
+    if (!Element::kIsByte) {
+        const uint32_t grid = moved < 1.0f ? 0xFF800000u : 0xFFC00000u;
+        const uint32_t kept = as_bits(moved) & (moved < 0.5f ? 0u : grid);
+        return as_float((moved == moved ? kept : kQuietNan) | (as_bits(scaled) & kSign));
+    }
     const float below = moved < smallest ? moved : 0.0f;
     const uint32_t subnormal = as_bits(float(int32_t(below * (1.0f / step))) * step);
     const uint32_t kept = moved < smallest ? subnormal : normal;

@@ -9,6 +9,7 @@
 // operands are repacked to pairs of BF16 numbers, what the dot-product instruction takes; packed codes are decoded on the way.
 
 #include "formats.h"
+#include "pages.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -73,6 +74,7 @@ struct Buffer {
             size = (count + 1023) / 1024 * 1024;
             data = static_cast<uint32_t*>(std::aligned_alloc(4096, size * sizeof(uint32_t)));
             if (data == nullptr) std::abort();
+            prefer_large_pages(data, size * sizeof(uint32_t));
         }
         return data;
     }
@@ -347,6 +349,7 @@ extern "C" void nvfp4_gemm(const Gemm* gemm) {
     static Buffer shared;  // for one call at a time; another that comes meanwhile gets its own
     static std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     if (gemm->a.rows == 0 || gemm->b.rows == 0) return;
+    prefer_large_pages(gemm->out, size_t(gemm->a.rows * gemm->b.rows) * (gemm->is_fp32 ? 4 : 2));
     const int64_t pairs = (gemm->depth + 1) / 2;
     const size_t size = size_t(std::min(plan_of(*gemm).chunk, up(gemm->b.rows, kColumns)) * kColumns * pairs);
     if (is_taken.test_and_set(std::memory_order_acquire)) {

@@ -1,6 +1,7 @@
 // Quantization on a CPU: codes and scales, or GEMM operands, along rows or down columns. Called through ctypes.
 
 #include "lanes.h"
+#include "pages.h"
 
 namespace {
 
@@ -319,6 +320,9 @@ void quantize_typed(const Job& job, bool column) {
 extern "C" {
 
 void nvfp4_quantize(const Job* job, int column) {
+    const size_t count = size_t(job->rows) * size_t(job->columns);
+    prefer_large_pages(job->operand, 2 * count);
+    prefer_large_pages(job->codes, job->element == kE2m1 ? count / 2 : count);
     job->is_fp32 ? quantize_typed<float>(*job, column) : quantize_typed<BFloat16>(*job, column);
 }
 
