@@ -137,7 +137,7 @@ def compute_amax(x: Tensor, spec: OperandSpec, *, direction: Direction, sign_mas
     if not spec.has_amax:
         return x.new_empty(0, dtype=torch.float32)
     if is_compiled(x):
-        return native.amax_op(x, _settings(spec, direction, sign_mask=sign_mask))
+        return native.amax_op(x, kernel_settings(spec, direction, sign_mask=sign_mask))
     matrix = transformed_matrix(x, spec, direction, sign_mask)
     match spec.fp32_scale:
         case GlobalScale.block_128:
@@ -184,7 +184,9 @@ def quantize(
         amax = compute_amax(x, spec, direction=direction, sign_mask=sign_mask)
     amax = _checked_amax(amax, spec, rows, columns)
     if is_compiled(x):
-        codes, scales = native.quantize_op(x, amax, _settings(spec, direction, stream=stream, sign_mask=sign_mask))
+        codes, scales = native.quantize_op(
+            x, amax, kernel_settings(spec, direction, stream=stream, sign_mask=sign_mask)
+        )
     else:
         matrix = transformed_matrix(x, spec, direction, sign_mask)
         unpacked, scales = _quantize_matrix(matrix, spec, amax, stream)
@@ -217,7 +219,7 @@ def quantize_operand(
         amax = compute_amax(x, spec, direction=direction, sign_mask=sign_mask)
     amax = _checked_amax(amax, spec, rows, columns)
     if is_compiled(x):
-        settings = _settings(spec, direction, stream=stream, sign_mask=sign_mask)
+        settings = kernel_settings(spec, direction, stream=stream, sign_mask=sign_mask)
         return GemmOperand(native.quantize_operand_op(x, amax, settings), amax, spec)
     codes, scales = _quantize_matrix(transformed_matrix(x, spec, direction, sign_mask), spec, amax, stream)
     values = _scaled_codes(codes, scales, spec)[:rows, :columns]
@@ -300,9 +302,10 @@ def _checked_amax(amax: Tensor, spec: OperandSpec, rows: int, columns: int) -> T
     return amax
 
 
-def _settings(
+def kernel_settings(
     spec: OperandSpec, direction: Direction, *, stream: RandomStream | None = None, sign_mask: int | None = None
 ) -> list[int]:
+    """What a kernel is told about one quantization."""
     signs = transform_mask(spec, sign_mask)
     column = direction is Direction.column
     if stream is None:
@@ -311,9 +314,7 @@ def _settings(
     return native.settings_of(spec, column=column, sign_mask=signs, key=stream.key, offsets=offsets)
 
 
-def transformed_matrix(
-    x: Tensor, spec: OperandSpec, direction: Direction, sign_mask: int | None = None
-) -> Tensor:
+def transformed_matrix(x: Tensor, spec: OperandSpec, direction: Direction, sign_mask: int | None = None) -> Tensor:
     """The matrix to quantize, fp32 [R, C]: x or x^T, after the Hadamard transform."""
     matrix = x if direction is Direction.row else x.t()
     if spec.hadamard_size:

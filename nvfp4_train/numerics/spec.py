@@ -248,9 +248,7 @@ def _global_scale_problems(spec: OperandSpec) -> list[str]:
         return []
     if not spec.is_tile and spec.hadamard_size == 0 and spec.rounding is Rounding.nearest_even:
         return []
-    return [
-        "global_scale: row works with a block along the row, rounding nearest_even and no Hadamard transform only"
-    ]
+    return ["global_scale: row works with a block along the row, rounding nearest_even and no Hadamard transform only"]
 
 
 def _hadamard_problems(spec: OperandSpec) -> list[str]:

@@ -2,6 +2,8 @@
 
 #include "lanes.h"
 
+#include <atomic>
+
 namespace {
 
 // Of a tensor or of each of its rows.
@@ -85,9 +87,52 @@ void transform(const Job& job) {
     }
 }
 
+// Largest magnitude of a region, and of the same region after the column job's transform.
+template <typename T>
+void region_maxima(const Job& rows, const Job& columns, const Region& region, uint32_t& plain, uint32_t& transformed) {
+    for (int64_t row = region.row; row < region.last_row; ++row) {
+        const T* x = static_cast<const T*>(rows.x) + row * rows.stride;
+        uint32_t bits = 0;
+        for (int64_t column = region.column; column < region.last_column; ++column) bits = larger(bits, size_bits(x[column]));
+        plain = larger(plain, bits);
+    }
+    if (!columns.hadamard) return;
+    const int height = std::max(kBlock, int(columns.hadamard));
+    alignas(64) float v[kMostRows][kLanes];
+    alignas(64) uint32_t bits[kLanes] = {};
+    for (int64_t column = region.column; column < region.last_column; column += kLanes) {
+        const int lanes = int(std::min<int64_t>(kLanes, region.last_column - column));
+        for (int64_t row = region.row; row < region.last_row; row += height) {
+            load_lanes<T>(columns, row, height, column, lanes, v);
+            lane_maxima(v, height, bits);
+        }
+    }
+    transformed = larger(transformed, *std::max_element(bits, bits + kLanes));
+}
+
+template <typename T>
+void amax_both(const Job& rows, const Job& columns, float* out) {
+    std::atomic<uint32_t> largest[2] = {};
+    for_each_region(rows, kColumnRegion, [&](const Region& region) {
+        uint32_t bits[2] = {};
+        region_maxima<T>(rows, columns, region, bits[0], bits[1]);
+        for (int kind = 0; kind < 2; ++kind) {
+            uint32_t seen = largest[kind];
+            while (seen < bits[kind] && !largest[kind].compare_exchange_weak(seen, bits[kind])) {}
+        }
+    });
+    out[0] = quiet(size_value(largest[0], T{}));
+    out[1] = columns.hadamard ? quiet(as_float(largest[1])) : out[0];
+}
+
 }  // namespace
 
 extern "C" {
+
+// Largest magnitudes of x and of x transformed down its columns, out [2], in one pass over x.
+void nvfp4_amax_both(const Job* rows, const Job* columns, float* out) {
+    rows->is_fp32 ? amax_both<float>(*rows, *columns, out) : amax_both<BFloat16>(*rows, *columns, out);
+}
 
 void nvfp4_amax(const Job* job, int column, float* out) {
     job->is_fp32 ? amax_typed<float>(*job, column, out) : amax_typed<BFloat16>(*job, column, out);

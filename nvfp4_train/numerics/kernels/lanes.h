@@ -35,6 +35,25 @@ enum ScaleRule { kAmax = 0, kFourOverSixMae = 1, kFourOverSixMse = 2, kFloor = 3
 constexpr int kLanes = 128;     // columns handled together when blocks run down the columns
 constexpr int kMostRows = 128;  // and rows, for the largest transform
 
+// What one thread handles at a time; a region holds whole blocks and transforms.
+struct Region { int64_t row, last_row, column, last_column; };
+struct RegionSize { int64_t rows, columns; };
+
+constexpr RegionSize kRowRegion = {32, INT64_MAX};  // memory is read in its order
+// 256 KiB of BF16 numbers: what is read again is in the cache; high enough that results of columns fill whole cache lines.
+constexpr RegionSize kColumnRegion = {256, 512};
+
+template <typename Function>
+void for_each_region(const Job& job, RegionSize size, Function function) {
+    const int64_t width = std::min(size.columns, std::max<int64_t>(job.columns, 1));
+    const int64_t bands = (job.rows + size.rows - 1) / size.rows, strips = (job.columns + width - 1) / width;
+#pragma omp parallel for num_threads(job.threads) schedule(static)
+    for (int64_t unit = 0; unit < bands * strips; ++unit) {
+        const int64_t row = unit / strips * size.rows, column = unit % strips * width;
+        function(Region{row, std::min(job.rows, row + size.rows), column, std::min(job.columns, column + width)});
+    }
+}
+
 inline Factors outer_factors(const Job& job, int64_t row, int64_t column) {
     const int64_t chunk = job.outer == kChunkScale ? column / kChunk : 0;
     const float amax = job.amax[job.outer == kTensorScale ? 0 : row * job.amax_stride + chunk];

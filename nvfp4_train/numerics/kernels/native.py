@@ -199,6 +199,67 @@ def _(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:  #
     return codes, x.new_empty(chosen.shape_of_scales(rows, columns), dtype=torch.uint8)
 
 
+@torch.library.custom_op("nvfp4_train::amax_both", mutates_args=())
+def amax_both_op(x: Tensor, along_rows: list[int], down_columns: list[int]) -> Tensor:
+    """Largest magnitude of x and, after the second settings' transform, of x^T: fp32 [2], in one pass."""
+    out = torch.empty(2)
+    jobs = [_job(x, Settings(*settings)) for settings in (along_rows, down_columns)]
+    library().nvfp4_amax_both(ctypes.byref(jobs[0]), ctypes.byref(jobs[1]), _address(out))
+    return out
+
+
+@amax_both_op.register_fake
+def _(x: Tensor, along_rows: list[int], down_columns: list[int]) -> Tensor:  # noqa: ARG001 - the op's signature
+    return x.new_empty(2, dtype=torch.float32)
+
+
+@torch.library.custom_op("nvfp4_train::quantize_both", mutates_args=())
+def quantize_both_op(
+    x: Tensor, amax_row: Tensor, amax_column: Tensor, along_rows: list[int], down_columns: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of x, then of x^T, in one pass; all dims are whole blocks, see `fits_one_pass`."""
+    jobs, results = [], []
+    for amax, settings in ((amax_row, Settings(*along_rows)), (amax_column, Settings(*down_columns))):
+        rows, columns = x.shape[::-1] if settings.column else x.shape
+        codes = torch.empty(rows, columns // (2 if settings.is_packed else 1), dtype=torch.uint8)
+        scales = torch.empty(settings.shape_of_scales(rows, columns), dtype=torch.uint8)
+        job = _job(x, settings, amax)
+        job.codes, job.scales = codes.data_ptr(), scales.data_ptr()
+        jobs.append(job)
+        results += [codes, scales]
+    library().nvfp4_quantize_both(ctypes.byref(jobs[0]), ctypes.byref(jobs[1]))
+    return results[0], results[1], results[2], results[3]
+
+
+@quantize_both_op.register_fake
+def _(
+    x: Tensor,
+    amax_row: Tensor,  # noqa: ARG001 - the op's signature
+    amax_column: Tensor,  # noqa: ARG001
+    along_rows: list[int],
+    down_columns: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parts = []
+    for settings in (Settings(*along_rows), Settings(*down_columns)):
+        rows, columns = (x.shape[1], x.shape[0]) if settings.column else (x.shape[0], x.shape[1])
+        parts.append(x.new_empty(rows, columns // 2 if settings.is_packed else columns, dtype=torch.uint8))
+        parts.append(x.new_empty(settings.shape_of_scales(rows, columns), dtype=torch.uint8))
+    return parts[0], parts[1], parts[2], parts[3]
+
+
+def fits_one_pass(x: Tensor, along_rows: list[int], down_columns: list[int]) -> bool:
+    """Say whether `quantize_both_op` can do two jobs: no padding, no transposition, FP32 scales of the whole tensor."""
+    row, column = Settings(*along_rows), Settings(*down_columns)
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1 or x.numel() == 0:
+        return False
+    if row.hadamard or row.column or not column.column or row.outer > 1 or column.outer > 1:
+        return False
+    if row.tries_scales or column.tries_scales:
+        return False
+    multiple = max(row.width, column.width, column.hadamard)
+    return x.shape[0] % multiple == 0 and x.shape[1] % multiple == 0
+
+
 @torch.library.custom_op("nvfp4_train::quantize_operand", mutates_args=())
 def quantize_operand_op(x: Tensor, amax: Tensor, settings: list[int]) -> Tensor:
     """code * scale in BF16, without packing."""

@@ -137,15 +137,13 @@ void quantize_rows(const Job& job, int64_t row, int height, int64_t column, int 
 }
 
 template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
-void quantize_along_rows(const Job& job) {
+void quantize_along_rows(const Job& job, const Region& region) {
     const int height = job.is_tile && job.scale_kind != kNoScale ? kWidth : 1;
-    const int64_t bands = job.rows / height, chunks = (job.columns + kRowChunk - 1) / kRowChunk;
-#pragma omp parallel for num_threads(job.threads) schedule(static)
-    for (int64_t unit = 0; unit < bands * chunks; ++unit) {
-        const int64_t column = unit % chunks * kRowChunk;
-        const int columns = int(std::min<int64_t>(kRowChunk, job.columns - column));
-        quantize_rows<kStochastic, kOperand, Element, kWidth, T>(job, unit / chunks * height, height, column, columns);
-    }
+    for (int64_t row = region.row; row < region.last_row; row += height)
+        for (int64_t column = region.column; column < region.last_column; column += kRowChunk) {
+            const int columns = int(std::min<int64_t>(kRowChunk, region.last_column - column));
+            quantize_rows<kStochastic, kOperand, Element, kWidth, T>(job, row, height, column, columns);
+        }
 }
 
 // ---------------------------------------------------------------------------------------------- blocks down the columns
@@ -226,15 +224,10 @@ void quantize_strip(const Job& job, int64_t first, int64_t last, int64_t column,
 }
 
 template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
-void quantize_down_columns(const Job& job) {
-    constexpr int64_t kBand = 256;  // rows of a strip that one thread handles, so that it writes whole cache lines
-    const int64_t bands = (job.rows + kBand - 1) / kBand, strips = (job.columns + kLanes - 1) / kLanes;
-#pragma omp parallel for num_threads(job.threads) schedule(static)
-    for (int64_t unit = 0; unit < strips * bands; ++unit) {
-        const int64_t column = unit / bands * kLanes, first = unit % bands * kBand;
-        const int lanes = int(std::min<int64_t>(kLanes, job.columns - column));
-        const int64_t last = std::min(first + kBand, job.rows);
-        quantize_strip<kStochastic, kOperand, Element, kWidth, T>(job, first, last, column, lanes);
+void quantize_down_columns(const Job& job, const Region& region) {
+    for (int64_t column = region.column; column < region.last_column; column += kLanes) {
+        const int lanes = int(std::min<int64_t>(kLanes, region.last_column - column));
+        quantize_strip<kStochastic, kOperand, Element, kWidth, T>(job, region.row, region.last_row, column, lanes);
     }
 }
 
@@ -264,12 +257,11 @@ Candidate try_scale(const float (*v)[kBlock], int height, float scaled, const Fa
 }
 
 template <typename T>
-void quantize_four_over_six(const Job& job) {
+void quantize_four_over_six(const Job& job, const Region& region) {
     const int height = job.is_tile ? kBlock : 1;
     const Factors factors = outer_factors(job, 0, 0);
-#pragma omp parallel for num_threads(job.threads) schedule(static)
-    for (int64_t row = 0; row < job.rows; row += height)
-        for (int64_t column = 0; column < job.columns; column += kBlock) {
+    for (int64_t row = region.row; row < region.last_row; row += height)
+        for (int64_t column = region.column; column < region.last_column; column += kBlock) {
             float v[kBlock][kBlock];
             uint32_t bits = 0;
             for (int line = 0; line < height; ++line)
@@ -292,27 +284,34 @@ void quantize_four_over_six(const Job& job) {
 
 // ----------------------------------------------------------------------------------------------------- choosing a kernel
 
+using Kernel = void (*)(const Job&, const Region&);
+
 template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
-void quantize_job(const Job& job, bool column) {
-    if (column) quantize_down_columns<kStochastic, kOperand, Element, kWidth, T>(job);
-    else quantize_along_rows<kStochastic, kOperand, Element, kWidth, T>(job);
+Kernel kernel_in(bool column) {
+    return column ? quantize_down_columns<kStochastic, kOperand, Element, kWidth, T>
+                  : quantize_along_rows<kStochastic, kOperand, Element, kWidth, T>;
 }
 
 template <typename Element, int kWidth, typename T>
-void quantize_blocks(const Job& job, bool column) {
-    if (job.stochastic && job.operand) quantize_job<true, true, Element, kWidth, T>(job, column);
-    else if (job.stochastic) quantize_job<true, false, Element, kWidth, T>(job, column);
-    else if (job.operand) quantize_job<false, true, Element, kWidth, T>(job, column);
-    else quantize_job<false, false, Element, kWidth, T>(job, column);
+Kernel kernel_of(const Job& job, bool column) {
+    if (job.stochastic && job.operand) return kernel_in<true, true, Element, kWidth, T>(column);
+    if (job.stochastic) return kernel_in<true, false, Element, kWidth, T>(column);
+    if (job.operand) return kernel_in<false, true, Element, kWidth, T>(column);
+    return kernel_in<false, false, Element, kWidth, T>(column);
 }
 
 template <typename T>
-void quantize_typed(const Job& job, bool column) {
-    const bool is_wide = job.width == 32;
-    if (job.scale_rule == kFourOverSixMae || job.scale_rule == kFourOverSixMse) quantize_four_over_six<T>(job);
-    else if (job.element == kE2m1) is_wide ? quantize_blocks<E2M1, 32, T>(job, column) : quantize_blocks<E2M1, 16, T>(job, column);
-    else if (job.element == kE4m3) quantize_blocks<E4M3, 32, T>(job, column);
-    else quantize_blocks<E5M2, 32, T>(job, column);
+Kernel typed_kernel(const Job& job, bool column) {
+    if (job.scale_rule == kFourOverSixMae || job.scale_rule == kFourOverSixMse) return quantize_four_over_six<T>;
+    if (job.element == kE2m1) return job.width == 32 ? kernel_of<E2M1, 32, T>(job, column) : kernel_of<E2M1, 16, T>(job, column);
+    return job.element == kE4m3 ? kernel_of<E4M3, 32, T>(job, column) : kernel_of<E5M2, 32, T>(job, column);
+}
+
+Kernel choose(const Job& job, bool column) {
+    const size_t count = size_t(job.rows) * size_t(job.columns);
+    prefer_large_pages(job.operand, 2 * count);
+    prefer_large_pages(job.codes, job.element == kE2m1 ? count / 2 : count);
+    return job.is_fp32 ? typed_kernel<float>(job, column) : typed_kernel<BFloat16>(job, column);
 }
 
 }  // namespace
@@ -320,10 +319,17 @@ void quantize_typed(const Job& job, bool column) {
 extern "C" {
 
 void nvfp4_quantize(const Job* job, int column) {
-    const size_t count = size_t(job->rows) * size_t(job->columns);
-    prefer_large_pages(job->operand, 2 * count);
-    prefer_large_pages(job->codes, job->element == kE2m1 ? count / 2 : count);
-    job->is_fp32 ? quantize_typed<float>(*job, column) : quantize_typed<BFloat16>(*job, column);
+    const Kernel kernel = choose(*job, column);
+    for_each_region(*job, column ? kColumnRegion : kRowRegion, [&](const Region& region) { kernel(*job, region); });
+}
+
+// Both directions of one x: each region is read from memory once and from the cache afterwards.
+void nvfp4_quantize_both(const Job* rows, const Job* columns) {
+    const Kernel along_rows = choose(*rows, false), down_columns = choose(*columns, true);
+    for_each_region(*rows, kColumnRegion, [&](const Region& region) {
+        along_rows(*rows, region);
+        down_columns(*columns, region);
+    });
 }
 
 }  // extern "C"
