@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from nvfp4_train.config.problem import Rule, check, not_negative
-from nvfp4_train.numerics.spec import BLOCK_SIZE, EXTENSION_PATH, Block, GemmMode, OperandSpec, Rounding
+from nvfp4_train.numerics.spec import DIM_MULTIPLE, EXTENSION_PATH, GemmMode, OperandSpec, Rounding
 
 
 class ComputeDtype(StrEnum):
@@ -126,9 +126,13 @@ class LinearRecipe:
 
     @property
     def dim_multiple(self) -> int:
-        """Number that in_features, out_features and tokens must be multiples of."""
-        sizes = [BLOCK_SIZE.get(spec.block, 1) for spec in self.operands.values() if spec.block is not Block.none]
-        return max(sizes, default=1)
+        """Number that in_features and out_features must be multiples of."""
+        return DIM_MULTIPLE if self.is_quantized else 1
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that the tokens of a microbatch must be a multiple of: groups of a Hadamard transform are whole."""
+        return max(self.dim_multiple, *(spec.hadamard_size for spec in self.operands.values()))
 
     @property
     def is_stochastic(self) -> bool:

@@ -18,6 +18,7 @@ from nvfp4_train.optim.update import apply_update
 from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
 from nvfp4_train.parallel.fsdp import prepare_backward, reshard
 from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.precision.amax_history import end_step
 from nvfp4_train.precision.coverage import PrecisionPlan
 from nvfp4_train.precision.high_precision import high_precision
 
@@ -75,6 +76,7 @@ class TorchEngine:
             clip_gradients(parameters, norm=norm, max_norm=self._max_grad_norm)
         apply_update(self._optimizer, lr=lr, skip=(~norm.isfinite()).to(torch.float32))
         self.step += 1
+        end_step(self.model, largest_over_ranks=self.mesh.max_over_data)
         if self._after_step is not None:
             self._after_step(self.model, step=self.step)
         self._position.weights_changed()

@@ -68,7 +68,7 @@ Operand = GemmOperand | PackedOperand
 
 def reads_packed(x: Tensor, spec: OperandSpec) -> bool:
     """Say whether GEMMs on x's device multiply packed codes of this spec faster than values unpacked before."""
-    return spec.format in PACKED_FORMATS and kernel.multiplies(x)
+    return spec.format in PACKED_FORMATS and not has_chunks(spec) and kernel.multiplies(x)
 
 
 def global_alpha(a: Operand, b: Operand) -> Tensor:

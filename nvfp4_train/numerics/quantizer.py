@@ -39,7 +39,13 @@ def built_in(x: Tensor, spec: OperandSpec, stream: RandomStream | None, *, amax:
 
 
 def round_outside(
-    x: Tensor, spec: OperandSpec, *, direction: Direction, amax: Tensor, stream: RandomStream | None
+    x: Tensor,
+    spec: OperandSpec,
+    *,
+    direction: Direction,
+    amax: Tensor,
+    stream: RandomStream | None,
+    sign_mask: int | None = None,
 ) -> Tensor | QuantizedTensor:
     """Round x [M, N] with the quantizer from outside that the spec names.
 
@@ -50,7 +56,7 @@ def round_outside(
         ValueError: if what the quantizer returns is neither.
     """
     assert spec.quantizer is not None
-    matrix = transformed_matrix(x, spec, direction)
+    matrix = transformed_matrix(x, spec, direction, sign_mask)
     result = resolve(spec.quantizer)(matrix, spec, stream, amax=amax, **(spec.args or {}))
     _check_result(result, spec.quantizer, (matrix.shape[0], matrix.shape[1]))
     return result

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_train.config.recipe import ComputeDtype, LinearRecipe
-from nvfp4_train.numerics.spec import Format
+from nvfp4_train.numerics.spec import FOUR_BIT_FORMATS
 from nvfp4_train.precision.position import RoundingPosition
 
-FOUR_BIT_FORMATS = (Format.nvfp4,)
 GEMMS = ("fprop", "dgrad", "wgrad")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 

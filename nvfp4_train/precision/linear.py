@@ -20,10 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
 from nvfp4_train.numerics.spec import GemmMode
+from nvfp4_train.precision.amax_history import AmaxHistory
 from nvfp4_train.precision.linear_rows import LinearCall
 from nvfp4_train.precision.operands import OperandRounder
 from nvfp4_train.precision.position import RoundingPosition
-from nvfp4_train.precision.weight_cache import WeightCache
+from nvfp4_train.precision.weight_cache import WeightCache, is_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class QuantizedLinear(nn.Linear):
         column_offset: Global index of the first input feature held here.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax, fp32 [1], of each quantized operand in the newest step, by name; filled without a sync.
+            Formats that need none (mx) leave none.
+        amax_history: Maxima of older steps, for the operands that scale by them.
     """
 
     def __init__(
@@ -81,6 +84,11 @@ class QuantizedLinear(nn.Linear):
         self.amax: dict[str, Tensor] = {}
         self._amax_step: dict[str, int] = {}
         self._weights = WeightCache()
+        specs = precision.recipe.operands
+        lengths = {name: spec.amax_history_length for name, spec in specs.items() if spec.amax_history_length}
+        if is_shared(specs):
+            lengths.pop("dgrad.w", None)
+        self.amax_history = AmaxHistory(lengths)
 
     @classmethod
     def from_linear(
@@ -113,7 +121,7 @@ class QuantizedLinear(nn.Linear):
         is_high = self.position.high_precision
         recipe = self.precision.high_precision if is_high else self.precision.recipe
         tokens = x.reshape(-1, self.in_features)
-        self._check_tokens(tokens.shape[0], recipe.dim_multiple)
+        self._check_tokens(tokens.shape[0], recipe.token_multiple)
         # FSDP2 hands out BF16 parameters, whose gradients autograd would round to BF16 before it adds them up.
         for parameter in (self.weight, self.bias):
             if parameter is not None and parameter.requires_grad and parameter.dtype is not torch.float32:
@@ -144,11 +152,13 @@ class QuantizedLinear(nn.Linear):
             offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": self.row_offset},
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
+            history=self.amax_history,
+            is_training=torch.is_grad_enabled(),
         )
 
     def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
         """Keep the maximum over a step, which keeps a NaN of any of its microbatches."""
-        largest = amax.amax(dim=0, keepdim=True)  # one per row, with global scales of rows
+        largest = amax.amax().reshape(1)  # of rows or chunks of 128, with FP32 scales of those
         is_same_step = self._amax_step.get(name) == step
         self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
         self._amax_step[name] = step

@@ -1,16 +1,18 @@
 """The six operands of a Linear's three GEMMs: rounding them, with their random bytes, and keeping them packed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from nvfp4_train.numerics.gemm import Operand, PackedOperand, reads_packed
+from nvfp4_train.numerics.hadamard import drawn_sign_mask
 from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, compute_amax, quantize, quantize_operand
 from nvfp4_train.numerics.quantizer import round_outside, value_spec
 from nvfp4_train.numerics.random import RandomStream, stream_key
-from nvfp4_train.numerics.spec import Format, OperandSpec, Rounding
+from nvfp4_train.numerics.spec import Format, GlobalScale, HadamardSigns, OperandSpec, Rounding
+from nvfp4_train.precision.amax_history import AmaxHistory
 
 FORMAT_DTYPE = {Format.fp32: torch.float32, Format.bf16: torch.bfloat16}
 
@@ -88,6 +90,8 @@ class OperandRounder:
         offsets: Global index of the first of the `tokens`, `inputs` and `outputs` that this tensor holds.
         reduce_amax: Makes ranks that hold parts of one tensor agree on its amax.
         record: Told the name of each operand that is quantized, and its amax.
+        history: Maxima of older steps, for the operands that scale by them.
+        is_training: Whether this call's maxima belong to the step.
     """
 
     layer: str
@@ -97,6 +101,8 @@ class OperandRounder:
     offsets: dict[str, int]
     reduce_amax: Callable[[Tensor], Tensor]
     record: Callable[[str, Tensor], None]
+    history: AmaxHistory = field(default_factory=lambda: AmaxHistory({}))
+    is_training: bool = False
 
     def round(self, name: str, tensor: Tensor) -> Operand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
@@ -106,7 +112,8 @@ class OperandRounder:
         if not spec.is_quantized:
             return quantize_operand(tensor, spec, direction=direction)
         amax = self._agree_on_amax(name, tensor)
-        return quantize_operand(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+        stream, sign_mask = self.stream(name), self.sign_mask(name)
+        return quantize_operand(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
 
     def store(self, name: str, tensor: Tensor) -> StoredOperand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs later."""
@@ -114,10 +121,11 @@ class OperandRounder:
         if not spec.is_quantized:
             return StoredOperand((tensor,), spec, direction, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
         amax = self._agree_on_amax(name, tensor)
+        stream, sign_mask = self.stream(name), self.sign_mask(name)
         if spec.quantizer is None:
-            packed = quantize(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+            packed = quantize(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
             return _stored_codes(packed, direction)
-        result = round_outside(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+        result = round_outside(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
         if isinstance(result, QuantizedTensor):
             return _stored_codes(result, direction)
         shape = (result.shape[0], result.shape[1])
@@ -133,10 +141,29 @@ class OperandRounder:
         key = stream_key(seed=self.seed, layer=self.layer, operand=name, step=self.step)
         return RandomStream(key, row_offset=self.offsets[place.rows], column_offset=self.offsets[place.columns])
 
+    def sign_mask(self, name: str) -> int | None:
+        """Return the signs of an operand's Hadamard transform, or None if they are not drawn.
+
+        The two operands of a GEMM get the same.
+        """
+        signs = self.specs[name].hadamard_signs
+        if signs in (HadamardSigns.none, HadamardSigns.fixed):
+            return None
+        return drawn_sign_mask(signs, seed=self.seed, layer=self.layer, step=self.step, row=self.offsets["tokens"])
+
     def _agree_on_amax(self, name: str, tensor: Tensor) -> Tensor:
-        amax = self.reduce_amax(compute_amax(tensor, self.specs[name], direction=OPERAND_PLACES[name].direction))
+        spec, direction = self.specs[name], OPERAND_PLACES[name].direction
+        amax = compute_amax(tensor, spec, direction=direction, sign_mask=self.sign_mask(name))
+        if not spec.has_amax:
+            return amax
+        if spec.fp32_scale is not GlobalScale.block_128:  # no rank holds a part of a block
+            amax = self.reduce_amax(amax)
         self.record(name, amax)
-        return amax
+        if not spec.amax_history_length:
+            return amax
+        if self.is_training:
+            self.history.record(name, amax)
+        return self.history.scale_by(name, amax)
 
 
 def _stored_codes(packed: QuantizedTensor, direction: Direction) -> StoredOperand:
