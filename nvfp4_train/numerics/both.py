@@ -46,8 +46,7 @@ def compute_amax_both(x: Tensor, row: Cell, column: Cell) -> tuple[Tensor, Tenso
     """
     scales = {cell.spec.fp32_scale for cell in (row, column)}
     if scales == {GlobalScale.tensor} and _fits(x, row, column):
-        both = native.amax_both_op(x, row.settings(), column.settings())
-        return both[:1], both[1:]
+        return native.amax_both_op(x, row.settings(), column.settings())
     first, second = (
         compute_amax(x, cell.spec, direction=cell.direction, sign_mask=cell.sign_mask) for cell in (row, column)
     )

@@ -129,14 +129,20 @@ class LinearCall:
             tools = self._tools(needs_dx=needs_dx, needs_dw=needs_dw)
             y, tensors = resolve(self.recipe.pair).forward(x, weight.to(x.dtype), tools, **(self.recipe.args or {}))
             return _checked(y, self.recipe.pair, (x.shape[0], weight.shape[0])).to(x.dtype), Saved(tuple(tensors))
+        stored_x = None
         if self.recipe.fprop.gemm is not None:
             y = self._outside("fprop", self.recipe.fprop, x, weight.to(x.dtype))
             y = _checked(y, self.recipe.fprop.gemm, (x.shape[0], weight.shape[0])).to(x.dtype)
         else:
-            y = self._multiply(self.rounder.round("fprop.x", x), self._weight("fprop.w", weight), x.dtype)
-        return y, Saved.of(
-            w=self._saved_weight(weight) if needs_dx else None, x=self._saved_input(x) if needs_dw else None
-        )
+            if needs_dw and self.recipe.wgrad.gemm is None and self.rounder.rounds_both("fprop.x", "wgrad.x", x):
+                rounded_x, stored_x = self.rounder.store_both("fprop.x", "wgrad.x", x)
+                operand = rounded_x.to_gemm_operand()
+            else:
+                operand = self.rounder.round("fprop.x", x)
+            y = self._multiply(operand, self._weight("fprop.w", weight), x.dtype)
+        if needs_dw and stored_x is None:
+            stored_x = self._saved_input(x)
+        return y, Saved.of(w=self._saved_weight(weight) if needs_dx else None, x=stored_x)
 
     def backward(
         self, dy: Tensor, saved: Saved, *, needs_dx: bool, needs_dw: bool, x_dtype: torch.dtype
@@ -144,6 +150,13 @@ class LinearCall:
         """Return dx [T, in_features] in the dtype of x and dw [out_features, in_features] in FP32, if needed."""
         if self.recipe.pair is not None:
             return self._backward_of_pair(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=x_dtype)
+        has_outside = self.recipe.dgrad.gemm is not None or self.recipe.wgrad.gemm is not None
+        if needs_dx and needs_dw and not has_outside and self.rounder.rounds_both("dgrad.dy", "wgrad.dy", dy):
+            for_dx, for_dw = self.rounder.store_both("dgrad.dy", "wgrad.dy", dy)
+            return (
+                self._multiply(for_dx.to_gemm_operand(), saved.operand("w").to_gemm_operand(), x_dtype),
+                self._multiply(for_dw.to_gemm_operand(), saved.operand("x").to_gemm_operand(), torch.float32),
+            )
         dx = self._dgrad(dy, saved.operand("w"), x_dtype) if needs_dx else None
         dw = self._wgrad(dy, saved.operand("x")) if needs_dw else None
         return dx, dw

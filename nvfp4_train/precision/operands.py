@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from nvfp4_train.numerics.both import Cell, compute_amax_both, quantize_both
 from nvfp4_train.numerics.gemm import Operand, PackedOperand, reads_packed
 from nvfp4_train.numerics.hadamard import drawn_sign_mask
 from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, compute_amax, quantize, quantize_operand
@@ -131,6 +132,28 @@ class OperandRounder:
         shape = (result.shape[0], result.shape[1])
         return StoredOperand((result,), value_spec(result), Direction.row, shape, result.dtype)
 
+    def store_both(self, row: str, column: str, tensor: Tensor) -> tuple[StoredOperand, StoredOperand]:
+        """Round `tensor` [M, N] to two operands, one of each direction, reading it once."""
+        names = (row, column)
+        if any(self.specs[name].quantizer is not None or not self.specs[name].is_quantized for name in names):
+            return self.store(row, tensor), self.store(column, tensor)
+        first, second = (self._cell(name) for name in names)
+        found = compute_amax_both(tensor, first, second)
+        agreed = [self._agree(name, amax) for name, amax in zip(names, found, strict=True)]
+        packed = quantize_both(tensor, first, second, amax=(agreed[0], agreed[1]))
+        return _stored_codes(packed[0], Direction.row), _stored_codes(packed[1], Direction.column)
+
+    def rounds_both(self, row: str, column: str, tensor: Tensor) -> bool:
+        """Say whether `store_both` is the fast way: GEMMs read both operands packed."""
+        specs = [self.specs[name] for name in (row, column)]
+        return all(spec.quantizer is None and reads_packed(tensor, spec) for spec in specs)
+
+    def _cell(self, name: str) -> Cell:
+        direction = OPERAND_PLACES[name].direction
+        return Cell(
+            spec=self.specs[name], direction=direction, stream=self.stream(name), sign_mask=self.sign_mask(name)
+        )
+
     def stream(self, name: str) -> RandomStream | None:
         """Return where the random bytes of an operand come from, or None if it needs none."""
         return self.stream_of(name) if self.specs[name].rounding is Rounding.stochastic else None
@@ -153,7 +176,11 @@ class OperandRounder:
 
     def _agree_on_amax(self, name: str, tensor: Tensor) -> Tensor:
         spec, direction = self.specs[name], OPERAND_PLACES[name].direction
-        amax = compute_amax(tensor, spec, direction=direction, sign_mask=self.sign_mask(name))
+        return self._agree(name, compute_amax(tensor, spec, direction=direction, sign_mask=self.sign_mask(name)))
+
+    def _agree(self, name: str, amax: Tensor) -> Tensor:
+        """Return what an operand is scaled by, given the maximum of what this rank holds."""
+        spec = self.specs[name]
         if not spec.has_amax:
             return amax
         if spec.fp32_scale is not GlobalScale.block_128:  # no rank holds a part of a block

@@ -200,17 +200,17 @@ def _(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:  #
 
 
 @torch.library.custom_op("nvfp4_train::amax_both", mutates_args=())
-def amax_both_op(x: Tensor, along_rows: list[int], down_columns: list[int]) -> Tensor:
-    """Largest magnitude of x and, after the second settings' transform, of x^T: fp32 [2], in one pass."""
+def amax_both_op(x: Tensor, along_rows: list[int], down_columns: list[int]) -> tuple[Tensor, Tensor]:
+    """Largest magnitude of x and, after the second settings' transform, of x^T: fp32 [1] each, in one pass."""
     out = torch.empty(2)
     jobs = [_job(x, Settings(*settings)) for settings in (along_rows, down_columns)]
     library().nvfp4_amax_both(ctypes.byref(jobs[0]), ctypes.byref(jobs[1]), _address(out))
-    return out
+    return out[:1].clone(), out[1:].clone()  # each is kept as long as its codes are
 
 
 @amax_both_op.register_fake
-def _(x: Tensor, along_rows: list[int], down_columns: list[int]) -> Tensor:  # noqa: ARG001 - the op's signature
-    return x.new_empty(2, dtype=torch.float32)
+def _(x: Tensor, along_rows: list[int], down_columns: list[int]) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return x.new_empty(1, dtype=torch.float32), x.new_empty(1, dtype=torch.float32)
 
 
 @torch.library.custom_op("nvfp4_train::quantize_both", mutates_args=())
