@@ -74,12 +74,12 @@ def bf16_nearest(value: float) -> float:
 
 def hadamard(x: np.ndarray, sign_mask: int, *, size: int = 16) -> np.ndarray:
     """Transform groups along the last dim with exact sums and one rounding to BF16."""
-    matrix = np.array([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / np.sqrt(size)
+    matrix = np.array([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
     signs = np.array([-1.0 if sign_mask >> i & 1 else 1.0 for i in range(size)])
     out = np.empty(x.shape, dtype=np.float64)
     for row in range(x.shape[0]):
         for first in range(0, x.shape[1], size):
-            sums = (x[row, first : first + size].astype(np.float64) * signs) @ matrix
+            sums = (x[row, first : first + size].astype(np.float64) * signs) @ matrix / np.sqrt(size)
             out[row, first : first + size] = [bf16_nearest(value) for value in sums]
     return out.astype(np.float32)
 
@@ -173,9 +173,8 @@ def element_code(scaled: float, element: str, byte: int | None = None) -> int:
     if byte is None:
         code = nearest_index(grid, size)
     else:
-        lower = min(int(np.searchsorted(grid, size, side="right")) - 1, len(grid) - 2)
-        step = grid[lower + 1] - grid[lower]
-        step = 2 * step if size == grid[-1] and grid[-1] == 2 ** np.round(np.log2(grid[-1])) else step
+        lower = int(np.searchsorted(grid, size, side="right")) - 1
+        step = grid[lower + 1] - grid[lower] if lower + 1 < len(grid) else grid[-1] - grid[-2]
         moved = float(np.float32(size + byte / 256 * step))
         code = int(np.searchsorted(grid, moved, side="right")) - 1
     return code + (0x80 if np.signbit(scaled) else 0)
