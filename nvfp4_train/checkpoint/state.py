@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nvfp4_train.precision.amax_history import named_histories
+
 State = dict[str, dict[str, Any]]
 
 
@@ -14,11 +16,12 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
     In global coordinates (DTensors) and FP32, never a quantized copy, so any other layout can read them.
 
     Returns:
-        `model`: parameter name to master; `optimizer`: parameter name to its state by name (`exp_avg`, ...).
+        `model`: parameter name to master, and the amax histories of delayed scaling; `optimizer`: parameter name to its
+        state by name (`exp_avg`, ...).
     """
     parameters = dict(model.named_parameters())
     return {
-        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "model": {name: parameter.detach() for name, parameter in parameters.items()} | named_histories(model),
         "optimizer": {
             name: {
                 key: value.detach() for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)

@@ -9,9 +9,21 @@ from nvfp4_train.config.problem import Problem
 from nvfp4_train.config.suggest import choice_fix
 
 MISSING = "???"  # how Hydra writes a value that the user must give
-_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_WORDS: dict[Any, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    dict[str, Any]: "a mapping of names to values",
+}
 _LIST_EXAMPLE, _MAPPING_EXAMPLE = "'[a,b]'", "'{a: 1, b: 2}'"
-_EXAMPLES = {str: "'\"text\"'", bool: "true", int: "16", float: "0.1"}
+_EXAMPLES: dict[Any, str] = {
+    str: "'\"text\"'",
+    bool: "true",
+    int: "16",
+    float: "0.1",
+    dict[str, Any]: "'{name: value}'",
+}
 
 
 def convert_value(value: object, hint: Any) -> Any:
@@ -19,8 +31,8 @@ def convert_value(value: object, hint: Any) -> Any:
 
     Args:
         value: Text, number, bool, None or list.
-        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, ``dict[str, ...]`` of numbers, or one of
-            them ``| None``.
+        hint: ``str``, ``int``, ``float``, ``bool``, an enum, ``list[str]``, ``dict[str, ...]`` of numbers or of
+            anything (``Any``), or one of them ``| None``.
 
     Raises:
         TypeError: if it does not fit.
@@ -40,7 +52,8 @@ def convert_value(value: object, hint: Any) -> Any:
     if hint == list[str] and isinstance(value, list):
         return [convert_value(item, str) for item in value]
     if get_origin(hint) is dict and isinstance(value, Mapping):
-        return {str(name): convert_value(item, get_args(hint)[1]) for name, item in value.items()}
+        item_hint = get_args(hint)[1]
+        return {str(name): item if item_hint is Any else convert_value(item, item_hint) for name, item in value.items()}
     raise TypeError(f"{value!r} is not {expected_type(hint)}")
 
 
@@ -61,7 +74,7 @@ def expected_type(hint: Any) -> str:
         return f"{expected_type(_not_none(hint))} or null"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(hint.__members__)}"
-    if get_origin(hint) is dict:
+    if get_origin(hint) is dict and hint not in _WORDS:
         item = get_args(hint)[1]
         return f"names with {_WORDS.get(item, 'a group of keys')} each"
     return _WORDS.get(hint, "a list of texts")

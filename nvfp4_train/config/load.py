@@ -18,6 +18,8 @@ from nvfp4_train.config.suggest import choice_fix, closest, key_fix
 from nvfp4_train.config.train import TrainConfig
 from nvfp4_train.config.tree import ROOT, config_dir, group_choices
 
+OPEN_KEY = "args"  # keys that end so hold a mapping whose names an extension decides
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
@@ -175,7 +177,7 @@ def _apply(tree: DictConfig, override: Override, keys: list[str], problems: list
     elif is_group and not isinstance(value, dict):
         fix = f"set its keys one by one: {key}.KEY=VALUE"
         problems.append(Problem(key=key, value=value, rule="must be a group of keys", fix=fix))
-    elif "/" in key or any(key.startswith(f"{known}.") for known in keys):
+    elif "/" in key or any(key.startswith(f"{known}.") for known in keys if not known.endswith(OPEN_KEY)):
         problems.append(Problem(key=key, value=value, rule="unknown key", fix=key_fix(key, keys)))
     else:
         OmegaConf.update(tree, key, value, merge=key not in keys, force_add=True)

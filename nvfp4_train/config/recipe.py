@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
+from typing import Any
 
 from nvfp4_train.config.problem import Rule, check, not_negative
-from nvfp4_train.numerics.spec import BLOCK_SIZE, Block, GemmMode, OperandSpec
+from nvfp4_train.numerics.spec import DIM_MULTIPLE, EXTENSION_PATH, GemmMode, OperandSpec
 
 
 class ComputeDtype(StrEnum):
@@ -17,10 +18,19 @@ class ComputeDtype(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class FpropRow:
-    """Operands of y = x w^T, contracted over the input features."""
+    """Operands of y = x w^T, contracted over the input features.
+
+    In every row, `gemm` is the import path of a function that computes it in place of the built-in GEMM on rounded
+    operands, and `args` its further keyword arguments.
+    """
 
     x: OperandSpec
     w: OperandSpec
+    gemm: str | None = None
+    args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, *_extension_rules(self, "gemm", "args"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +39,11 @@ class DgradRow:
 
     dy: OperandSpec
     w: OperandSpec
+    gemm: str | None = None
+    args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, *_extension_rules(self, "gemm", "args"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,10 +52,13 @@ class WgradRow:
 
     x: OperandSpec
     dy: OperandSpec
+    gemm: str | None = None
+    args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check(
             self,
+            *_extension_rules(self, "gemm", "args"),
             Rule(
                 "x.hadamard_size",
                 lambda: self.x.hadamard_size == self.dy.hadamard_size,
@@ -62,14 +80,24 @@ class WgradRow:
 
 @dataclass(kw_only=True, slots=True)
 class LinearRecipe:
-    """The three GEMMs of a Linear."""
+    """The three GEMMs of a Linear.
+
+    `pair` is the import path of an object whose `forward` and `backward` compute a Linear in place of the three rows,
+    and `args` their further keyword arguments.
+    """
 
     fprop: FpropRow
     dgrad: DgradRow
     wgrad: WgradRow
+    pair: str | None = None
+    args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check(self, *(self._no_hadamard(name) for name in ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w")))
+        check(
+            self,
+            *_extension_rules(self, "pair", "args"),
+            *(self._no_hadamard(name) for name in ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w")),
+        )
 
     def _no_hadamard(self, name: str) -> Rule:
         return Rule(
@@ -98,9 +126,13 @@ class LinearRecipe:
 
     @property
     def dim_multiple(self) -> int:
-        """Number that in_features, out_features and tokens must be multiples of."""
-        sizes = [BLOCK_SIZE.get(spec.block, 1) for spec in self.operands.values() if spec.block is not Block.none]
-        return max(sizes, default=1)
+        """Number that in_features and out_features must be multiples of."""
+        return DIM_MULTIPLE if self.is_quantized else 1
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that the tokens of a microbatch must be a multiple of: groups of a Hadamard transform are whole."""
+        return max(self.dim_multiple, *(spec.hadamard_size for spec in self.operands.values()))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,10 +156,37 @@ class KeepBf16:
 
 @dataclass(kw_only=True, slots=True)
 class RecipeConfig:
-    """A precision recipe: one table for every Linear that is not kept."""
+    """A precision recipe: one table for every Linear that is not kept.
+
+    `after_optimizer` is the import path of a function that is called with the model and the step after each optimizer
+    step, and `after_optimizer_args` its further keyword arguments.
+    """
 
     name: str
     compute_dtype: ComputeDtype
     gemm: GemmMode
     linear: LinearRecipe
     keep_bf16: KeepBf16
+    after_optimizer: str | None = None
+    after_optimizer_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, *_extension_rules(self, "after_optimizer", "after_optimizer_args"))
+
+
+def _extension_rules(cfg: object, path: str, args: str) -> list[Rule]:
+    """Rules of a key that names code and of the key that holds its arguments."""
+    return [
+        Rule(
+            path,
+            lambda: getattr(cfg, path) is None or EXTENSION_PATH.fullmatch(getattr(cfg, path)) is not None,
+            "must be an import path",
+            "write package.module:name",
+        ),
+        Rule(
+            args,
+            lambda: getattr(cfg, path) is not None or getattr(cfg, args) is None,
+            f"are given to what {path} names, and it is null",
+            f"set {path}, or leave {args} out",
+        ),
+    ]

@@ -21,7 +21,7 @@ from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
 from nvfp4_train.config.scheduler import SchedulerConfig, WsdConfig
 from nvfp4_train.config.widths import WIDTHS, Width, quantized_linears
-from nvfp4_train.numerics.spec import BLOCK_SIZE
+from nvfp4_train.numerics.spec import DIM_MULTIPLE, HIGH_PRECISION_FORMATS
 
 # What a run that starts from another checkpoint may change. The functional form, because `continue` is a keyword.
 ResumeMode = StrEnum("ResumeMode", {"continue": "continue", "fork": "fork"})
@@ -158,9 +158,9 @@ def _data_rank_rules(cfg: TrainConfig) -> list[Rule]:
 def _width_rule(cfg: TrainConfig, width: Width) -> Rule:
     return Rule(
         width.key,
-        lambda: width.value(cfg.model) % _block_size(cfg.recipe) == 0 or not _is_quantized(cfg, width),
+        lambda: width.value(cfg.model) % _dim_multiple(cfg.recipe) == 0 or not _is_quantized(cfg, width),
         lambda: (
-            f"recipe {cfg.recipe.name} needs multiples of {_block_size(cfg.recipe)};"
+            f"recipe {cfg.recipe.name} needs multiples of {_dim_multiple(cfg.recipe)};"
             f" this makes {width.value(cfg.model)} ({width.meaning})"
         ),
         "change the width, or keep the Linears that have it in BF16 (recipe.keep_bf16)",
@@ -173,19 +173,24 @@ def _tokens_rule(cfg: TrainConfig) -> Rule:
 
     return Rule(
         "batch.sequence_length",
-        lambda: tokens() % _block_size(cfg.recipe) == 0,
+        lambda: tokens() % _token_multiple(cfg.recipe) == 0,
         lambda: (
-            f"recipe {cfg.recipe.name} needs multiples of {_block_size(cfg.recipe)} tokens in a microbatch;"
+            f"recipe {cfg.recipe.name} needs multiples of {_token_multiple(cfg.recipe)} tokens in a microbatch;"
             f" this makes {tokens()} (micro_batch_size * sequence_length)"
         ),
         "change batch.sequence_length or batch.micro_batch_size",
     )
 
 
-def _block_size(recipe: RecipeConfig) -> int:
-    """Return what the operands whose block is known ask of every dim of a GEMM."""
-    blocks = [spec.block for spec in recipe.linear.operands.values() if hasattr(spec, "block")]
-    return max((BLOCK_SIZE.get(block, 1) for block in blocks), default=1)
+def _dim_multiple(recipe: RecipeConfig) -> int:
+    """Return what the operands whose format is known ask of every dim of a GEMM."""
+    formats = [spec.format for spec in recipe.linear.operands.values() if hasattr(spec, "format")]
+    return max((1 if format in HIGH_PRECISION_FORMATS else DIM_MULTIPLE for format in formats), default=1)
+
+
+def _token_multiple(recipe: RecipeConfig) -> int:
+    sizes = [getattr(spec, "hadamard_size", 0) for spec in recipe.linear.operands.values()]
+    return max(_dim_multiple(recipe), *sizes)
 
 
 def _is_quantized(cfg: TrainConfig, width: Width) -> bool:

@@ -59,7 +59,7 @@ def build_engine(
                 model,
                 optimizer=build_optimizer(model, optimizer_cfg),
                 mesh=mesh,
-                position=prepared.plan.position,
+                plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
                 keeps_weights_gathered=not engine_cfg.reshard_after_forward,
             )

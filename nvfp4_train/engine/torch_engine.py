@@ -18,8 +18,9 @@ from nvfp4_train.optim.update import apply_update
 from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
 from nvfp4_train.parallel.fsdp import prepare_backward, reshard
 from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.precision.amax_history import end_step
+from nvfp4_train.precision.coverage import PrecisionPlan
 from nvfp4_train.precision.high_precision import high_precision
-from nvfp4_train.precision.position import RoundingPosition
 
 
 class TorchEngine:
@@ -29,7 +30,8 @@ class TorchEngine:
         model: After the parallel pass, with values.
         optimizer: Over its parameters.
         mesh: Of all ranks.
-        position: Where its QuantizedLinears round; moved by this engine only.
+        plan: Of the precision pass: the position of its QuantizedLinears, moved by this engine only, and what the
+            recipe does after an optimizer step.
         max_grad_norm: Largest global gradient norm; 0 does not clip.
         keeps_weights_gathered: Whether a microbatch uses the weights that the one before it gathered.
     """
@@ -42,7 +44,7 @@ class TorchEngine:
         *,
         optimizer: Optimizer,
         mesh: Mesh,
-        position: RoundingPosition,
+        plan: PrecisionPlan,
         max_grad_norm: float,
         keeps_weights_gathered: bool,
     ) -> None:
@@ -50,7 +52,8 @@ class TorchEngine:
         self.mesh = mesh
         self.step = 0
         self._optimizer = optimizer
-        self._position = position
+        self._position = plan.position
+        self._after_step = plan.after_step
         self._max_grad_norm = max_grad_norm
         self._keeps_weights_gathered = keeps_weights_gathered
 
@@ -72,8 +75,11 @@ class TorchEngine:
         if self._max_grad_norm:
             clip_gradients(parameters, norm=norm, max_norm=self._max_grad_norm)
         apply_update(self._optimizer, lr=lr, weight_decay=weight_decay, skip=(~norm.isfinite()).to(torch.float32))
-        self._position.weights_changed()
         self.step += 1
+        end_step(self.model, largest_over_ranks=self.mesh.max_over_data)
+        if self._after_step is not None:
+            self._after_step(self.model, step=self.step)
+        self._position.weights_changed()
         return norm
 
     @torch.no_grad()

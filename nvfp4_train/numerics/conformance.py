@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nvfp4_train.numerics.formats import E4M3_NAN, e2m1_values, pack_codes
 from nvfp4_train.numerics.gemm import reference_gemm
-from nvfp4_train.numerics.hadamard import hadamard_matrix, hadamard_transform
+from nvfp4_train.numerics.hadamard import fixed_sign_mask, hadamard_matrix, hadamard_transform
 from nvfp4_train.numerics.kernels import Backend, is_compiled, native, use
 from nvfp4_train.numerics.layout import swizzle_scales
 from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, dequantize, quantize
@@ -119,9 +119,8 @@ def recompute(golden: Tensors, key: str) -> Tensor:
         spec = _mode_spec(match["mode"])
         return _field(quantize(x, spec, direction=_DIRECTION[match["side"]]), match["field"])
     if match := _TRANSFORMED.fullmatch(key):
-        return hadamard_transform(
-            _input(golden, f"{match['case']}.x", key).t(), _mode_spec(match["mode"]).hadamard_signs
-        )
+        mask = fixed_sign_mask(_mode_spec(match["mode"]).hadamard_signs)
+        return hadamard_transform(_input(golden, f"{match['case']}.x", key).t(), size=16, sign_mask=mask)
     if match := _TABLE.fullmatch(key):
         return _table(golden, match["name"])
     raise ValueError(f"{key}: unknown key")
@@ -213,9 +212,9 @@ def _table(golden: Tensors, name: str) -> Tensor:
             return native.e2m1_values() if compiled else e2m1_values()
         case "rht_matrix_bf16":
             identity = torch.eye(16, dtype=torch.bfloat16)
-            return (
-                hadamard_transform(identity, HadamardSigns.fixed) if compiled else hadamard_matrix(HadamardSigns.fixed)
-            )
+            if not compiled:
+                return hadamard_matrix(HadamardSigns.fixed)
+            return hadamard_transform(identity, size=16, sign_mask=fixed_sign_mask(HadamardSigns.fixed))
         case "swizzle_out":
             scales = _input(golden, "table.swizzle_in", "table.swizzle_out")
             return native.swizzle_scales(scales) if compiled else swizzle_scales(scales)

@@ -7,20 +7,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nvfp4_train.numerics.formats import BLOCK_LENGTH, E2M1_MAX, decode_e2m1, decode_e4m3, pack_codes, unpack_codes
-from nvfp4_train.numerics.hadamard import check_transform_length, hadamard_transform
+from nvfp4_train.numerics.formats import ELEMENT, decode_codes, pack_codes, unpack_codes
+from nvfp4_train.numerics.hadamard import check_transform_length, hadamard_transform, transform_mask
 from nvfp4_train.numerics.kernels import is_compiled, native
 from nvfp4_train.numerics.random import RandomStream, random_bytes
 from nvfp4_train.numerics.rounding import round_nearest_even, round_stochastic
 from nvfp4_train.numerics.scaling import (
     block_amax,
     block_scales,
+    chunk_amax,
+    decode_chunks,
+    decode_scales,
     encode_factors,
     four_over_six,
     global_factors,
+    largest_product,
+    safe_amax,
     scale_elements,
+    spread_amax,
 )
-from nvfp4_train.numerics.spec import Block, Format, GlobalScale, OperandSpec, Rounding, ScaleRule
+from nvfp4_train.numerics.spec import CHUNK, Format, GlobalScale, OperandSpec, Rounding, ScaleRule
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,9 +43,11 @@ class QuantizedTensor:
     """A quantized matrix of logical shape [R, C]; R, C are those of x^T where the direction was `column`.
 
     Args:
-        codes: Packed E2M1 codes, uint8 [R, C/2], even column in the low nibble.
-        block_scale: E4M3 bytes, uint8 [R, C/16], rounded up to whole blocks (a tile also rounds R up).
-        amax: fp32 [1], or [R] with one global scale per row.
+        codes: uint8: packed E2M1 codes [R, C/2], even column in the low nibble; or 8-bit codes [R, C].
+        block_scale: Bytes of the block scales, uint8 [R, C/block], rounded up to whole blocks (a tile also rounds R
+            up): E4M3 for nvfp4, E8M0 for the mx formats, [R, 0] for fp8.
+        amax: fp32: [1]; [R] with one FP32 scale per row; [R, C/128] (rounded up) with one per 128 elements; [0] for the
+            mx formats, which have none.
         spec: How it was quantized.
         shape: (R, C).
         dtype: What the input was.
@@ -62,7 +70,11 @@ class QuantizedTensor:
 class GemmOperand:
     """What a GEMM multiplies: `values` [R, C] with the contraction dim last, still to be scaled by what `amax` says.
 
-    For a quantized operand the values are code * block_scale, which BF16 holds exactly, and amax is fp32 [1] or [R].
+    For a quantized operand the values are code * block_scale, in BF16, and amax is that of `QuantizedTensor`. The
+    values are exact:
+    an E2M1 code times an E4M3 scale has 6 significant bits, and lies in [2^-10, 2688];
+    an 8-bit code alone (fp8) has 4, and lies in [2^-9, 448] or [2^-16, 57344];
+    a code times a power of two (mx) has 2 to 4, but all of FP32's range, see `exact_gemm` for its ends.
     For an operand in high precision amax is None and the values are the operand.
     """
 
@@ -70,24 +82,40 @@ class GemmOperand:
     amax: Tensor | None
     spec: OperandSpec
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(R, C)."""
+        return (self.values.shape[0], self.values.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
     def transposed(self) -> "GemmOperand":
         """Return the operand of the transposed matrix without quantizing again (a view).
 
-        A weight with 16x16 tiles is quantized once and used in this way for dgrad: its codes do not depend on the
-        direction.
+        A weight in tiles is quantized once and used in this way for dgrad: its codes do not depend on the direction.
 
         Raises:
             ValueError: for blocks or global scales that lie along one dim; quantize in the other direction instead.
         """
-        if self.spec.block is Block.row_1x16 or self.spec.hadamard_size:
+        if not self.spec.is_direction_free:
             raise ValueError(
                 f"block: found {self.spec.block}, which lies along one dim; quantize in direction column instead"
             )
-        return GemmOperand(self.values.t(), self.amax, self.spec)
+        return GemmOperand(self.values.t(), self._transposed_amax(), self.spec)
+
+    def _transposed_amax(self) -> Tensor | None:
+        """[R, C/128] to [C, R/128], both rounded up: one number per tile, repeated over the tile's rows."""
+        if self.amax is None or self.spec.fp32_scale is not GlobalScale.block_128:
+            return self.amax
+        tiles = self.amax[::CHUNK].t()
+        return tiles.repeat_interleave(CHUNK, dim=0)[: self.values.shape[1]]
 
 
-def compute_amax(x: Tensor, spec: OperandSpec, *, direction: Direction) -> Tensor:
-    """Return the largest magnitude of what `quantize` would round, fp32.
+def compute_amax(x: Tensor, spec: OperandSpec, *, direction: Direction, sign_mask: int | None = None) -> Tensor:
+    """Return the largest magnitudes that the FP32 scales of `quantize` depend on, fp32.
 
     A step of its own, so that ranks can agree on it before they quantize.
 
@@ -95,23 +123,29 @@ def compute_amax(x: Tensor, spec: OperandSpec, *, direction: Direction) -> Tenso
         x: bf16, fp16 or fp32 [..., N]; leading dims are flattened.
         spec: The operand's format; with a Hadamard transform, the maximum is that of the transformed values.
         direction: Which dim is contracted.
+        sign_mask: Drawn signs of the transform, from `drawn_sign_mask`.
 
     Returns:
-        [1], or with one global scale per row [R]. NaN if there is one.
+        [1]; with one FP32 scale per row [R]; with one per 128 elements [R, C/128], rounded up; without any [0]. NaN
+        where there is one.
 
     Raises:
-        ValueError: for a spec that does not quantize, an unknown dtype, or a transform over a dim that 16 does not
-        divide.
+        ValueError: for a spec that does not quantize, an unknown dtype, a transform over a dim that its groups do not
+        fill, or drawn signs that are missing.
     """
     x = _as_matrix(x, spec, direction)
+    if not spec.has_amax:
+        return x.new_empty(0, dtype=torch.float32)
     if is_compiled(x):
-        return native.amax_op(x, _settings(spec, direction, None))
-    matrix = _quantized_matrix(x, spec, direction)
-    if spec.global_scale is GlobalScale.row:
-        return matrix.abs().amax(dim=1)
-    if matrix.numel() == 0:
-        return matrix.new_zeros(1)
-    return matrix.abs().amax().reshape(1)
+        return native.amax_op(x, kernel_settings(spec, direction, sign_mask=sign_mask))
+    matrix = transformed_matrix(x, spec, direction, sign_mask)
+    match spec.fp32_scale:
+        case GlobalScale.block_128:
+            return chunk_amax(matrix, spec)
+        case GlobalScale.row:
+            return matrix.abs().amax(dim=1)
+        case _:
+            return matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
 
 
 def quantize(
@@ -121,8 +155,9 @@ def quantize(
     direction: Direction,
     amax: Tensor | None = None,
     stream: RandomStream | None = None,
+    sign_mask: int | None = None,
 ) -> QuantizedTensor:
-    """Quantize x to packed codes and block scales.
+    """Quantize x to codes and block scales.
 
     Rows and columns that do not fill a block are padded with zeros; the codes are cropped to the shape, the scales
     are not.
@@ -131,24 +166,32 @@ def quantize(
         x: bf16, fp16 or fp32 [..., N]; leading dims are flattened.
         spec: The operand's format.
         direction: Which dim is contracted.
-        amax: fp32 [1] or [R] to scale by, if it is not this tensor's own.
+        amax: fp32, of the shape that `compute_amax` gives, to scale by if it is not this tensor's own. With an older
+            one, elements that are too large saturate.
         stream: Random bytes for stochastic rounding, addressed by row and column of the quantized matrix.
+        sign_mask: Drawn signs of the Hadamard transform, from `drawn_sign_mask`.
 
     Returns:
         The quantized matrix, [M, N] or for `column` [N, M]. A NaN makes every scale that depends on it NaN.
 
     Raises:
-        ValueError: as `compute_amax`; stochastic rounding without a stream; an odd number of columns.
+        ValueError: as `compute_amax`; stochastic rounding without a stream; an odd number of 4-bit columns.
     """
     x = _as_matrix(x, spec, direction)
     stream = _checked_stream(spec, stream)
     rows, columns = x.shape if direction is Direction.row else x.shape[::-1]
-    amax = compute_amax(x, spec, direction=direction) if amax is None else _checked_amax(amax, spec, rows)
+    if amax is None:
+        amax = compute_amax(x, spec, direction=direction, sign_mask=sign_mask)
+    amax = _checked_amax(amax, spec, rows, columns)
     if is_compiled(x):
-        codes, scales = native.quantize_op(x, amax, _settings(spec, direction, stream))
+        codes, scales = native.quantize_op(
+            x, amax, kernel_settings(spec, direction, stream=stream, sign_mask=sign_mask)
+        )
     else:
-        unpacked, scales = _quantize_matrix(_quantized_matrix(x, spec, direction), spec, amax, stream)
-        codes = pack_codes(unpacked[:rows, :columns])
+        matrix = transformed_matrix(x, spec, direction, sign_mask)
+        unpacked, scales = _quantize_matrix(matrix, spec, amax, stream)
+        codes = unpacked[:rows, :columns]
+        codes = pack_codes(codes) if spec.is_packed else codes.contiguous()
     return QuantizedTensor(codes, scales, amax, spec, (rows, columns), x.dtype)
 
 
@@ -159,6 +202,7 @@ def quantize_operand(
     direction: Direction,
     amax: Tensor | None = None,
     stream: RandomStream | None = None,
+    sign_mask: int | None = None,
 ) -> GemmOperand:
     """Round x to what a GEMM multiplies, without packing: bitwise equal to `gemm_operand(quantize(...))`.
 
@@ -171,38 +215,57 @@ def quantize_operand(
     x = _as_matrix(x, spec, direction)
     stream = _checked_stream(spec, stream)
     rows, columns = x.shape if direction is Direction.row else x.shape[::-1]
-    amax = compute_amax(x, spec, direction=direction) if amax is None else _checked_amax(amax, spec, rows)
+    if amax is None:
+        amax = compute_amax(x, spec, direction=direction, sign_mask=sign_mask)
+    amax = _checked_amax(amax, spec, rows, columns)
     if is_compiled(x):
-        return GemmOperand(native.quantize_operand_op(x, amax, _settings(spec, direction, stream)), amax, spec)
-    codes, scales = _quantize_matrix(_quantized_matrix(x, spec, direction), spec, amax, stream)
-    return GemmOperand(_scaled_codes(codes, scales)[:rows, :columns].to(torch.bfloat16).contiguous(), amax, spec)
+        settings = kernel_settings(spec, direction, stream=stream, sign_mask=sign_mask)
+        return GemmOperand(native.quantize_operand_op(x, amax, settings), amax, spec)
+    codes, scales = _quantize_matrix(transformed_matrix(x, spec, direction, sign_mask), spec, amax, stream)
+    values = _scaled_codes(codes, scales, spec)[:rows, :columns]
+    return GemmOperand(values.to(torch.bfloat16).contiguous(), amax, spec)
 
 
 def gemm_operand(quantized: QuantizedTensor) -> GemmOperand:
-    """Unpack to what a GEMM multiplies: bf16 [R, C] = code * block_scale, exact, without the global scale."""
+    """Unpack to what a GEMM multiplies: bf16 [R, C] = code * block_scale, exact, without the FP32 scale."""
+    spec = quantized.spec
     if is_compiled(quantized.codes):
-        values = native.operand_op(quantized.codes, quantized.block_scale)
+        values = native.operand_op(quantized.codes, quantized.block_scale, native.settings_of(spec, column=False))
     else:
-        values = _scaled_codes(*_padded_codes(quantized)).to(torch.bfloat16)[:, : quantized.shape[1]].contiguous()
-    return GemmOperand(values, quantized.amax, quantized.spec)
+        scaled = _scaled_codes(*_padded_codes(quantized), spec)
+        values = scaled[:, : quantized.shape[1]].to(torch.bfloat16).contiguous()
+    return GemmOperand(values, quantized.amax, spec)
 
 
 def dequantize(quantized: QuantizedTensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values [R, C] that the codes stand for: code * ((scale * amax) * (1 / (6 * block_scale_max))) in fp32.
+    """Return the values [R, C] that the codes stand for, computed in fp32.
 
-    With a Hadamard transform the result is in the transformed domain. The product scale * amax overflows for an amax
-    beyond about 7.6e35, as it does in the kernels that this formula follows.
+    nvfp4 with one FP32 scale per tensor or row: code * ((scale * amax) * (1 / (6 * block_scale_max))); the product
+    scale * amax overflows for an amax beyond about 7.6e35, as it does in the kernels that this formula follows. Other
+    formats: (code * scale) * (amax / largest product).
+    With a Hadamard transform the result is in the transformed domain.
     """
+    spec, amax = quantized.spec, quantized.amax
+    if spec.format is Format.nvfp4 and spec.global_scale is not GlobalScale.block_128:
+        return _dequantize_nvfp4(quantized).to(dtype)
+    values = _scaled_codes(*_padded_codes(quantized), spec)[:, : quantized.shape[1]]
+    if spec.has_amax:
+        decode = decode_chunks(amax, spec)
+        if spec.fp32_scale is GlobalScale.block_128:
+            decode = decode.repeat_interleave(CHUNK, dim=1)[:, : quantized.shape[1]]
+        values = values * (decode if decode.dim() == 2 else decode.unsqueeze(1))
+    return values.to(dtype)
+
+
+def _dequantize_nvfp4(quantized: QuantizedTensor) -> Tensor:
+    spec = quantized.spec
     if is_compiled(quantized.codes):
-        spec = quantized.spec
-        return native.dequantize(quantized.codes, quantized.block_scale, quantized.amax, spec.block_scale_max).to(dtype)
+        return native.dequantize(quantized.codes, quantized.block_scale, quantized.amax, spec.block_scale_max)
     codes, scales = _padded_codes(quantized)
-    largest_product = E2M1_MAX * quantized.spec.block_scale_max
-    inverse = torch.tensor(1.0 / largest_product, dtype=torch.float32, device=codes.device)
-    amax = quantized.amax.unsqueeze(1)  # [1, 1] or [R, 1]
-    factors = (decode_e4m3(scales) * amax) * inverse
-    values = decode_e2m1(codes).unflatten(-1, (-1, BLOCK_LENGTH)) * factors.unsqueeze(-1)
-    return values.flatten(-2)[:, : quantized.shape[1]].to(dtype)
+    inverse = torch.tensor(1.0 / largest_product(spec), dtype=torch.float32, device=codes.device)
+    factors = (decode_scales(scales, spec) * quantized.amax.unsqueeze(1)) * inverse  # amax [1, 1] or [R, 1]
+    values = scale_elements(decode_codes(codes, ELEMENT[spec.format]), factors, width=spec.block_size)
+    return values[:, : quantized.shape[1]]
 
 
 def _as_matrix(x: Tensor, spec: OperandSpec, direction: Direction) -> Tensor:
@@ -212,10 +275,10 @@ def _as_matrix(x: Tensor, spec: OperandSpec, direction: Direction) -> Tensor:
         raise ValueError(f"expected a bf16, fp16 or fp32 tensor of at least 2 dims, found {x.dtype} {tuple(x.shape)}")
     matrix = x.flatten(0, -2)
     contracted = matrix.shape[1 if direction is Direction.row else 0]
-    if contracted % 2:
+    if spec.is_packed and contracted % 2:
         raise ValueError(f"quantizing along a dim of {contracted} elements: two codes share a byte, so it must be even")
     if spec.hadamard_size:
-        check_transform_length(contracted)
+        check_transform_length(contracted, spec.hadamard_size)
     return matrix
 
 
@@ -227,26 +290,36 @@ def _checked_stream(spec: OperandSpec, stream: RandomStream | None) -> RandomStr
     return stream
 
 
-def _checked_amax(amax: Tensor, spec: OperandSpec, rows: int) -> Tensor:
-    expected = rows if spec.global_scale is GlobalScale.row else 1
-    if amax.dtype is not torch.float32 or amax.shape != (expected,):
-        raise ValueError(f"amax: expected fp32 [{expected}], found {amax.dtype} {list(amax.shape)}")
+def _checked_amax(amax: Tensor, spec: OperandSpec, rows: int, columns: int) -> Tensor:
+    expected = {
+        GlobalScale.none: (0,),
+        GlobalScale.tensor: (1,),
+        GlobalScale.row: (rows,),
+        GlobalScale.block_128: (rows, -(-columns // CHUNK)),
+    }[spec.fp32_scale]
+    if amax.dtype is not torch.float32 or amax.shape != expected:
+        raise ValueError(f"amax: expected fp32 {list(expected)}, found {amax.dtype} {list(amax.shape)}")
     return amax
 
 
-def _settings(spec: OperandSpec, direction: Direction, stream: RandomStream | None) -> list[int]:
+def kernel_settings(
+    spec: OperandSpec, direction: Direction, *, stream: RandomStream | None = None, sign_mask: int | None = None
+) -> list[int]:
+    """What a kernel is told about one quantization."""
+    signs = transform_mask(spec, sign_mask)
     column = direction is Direction.column
     if stream is None:
-        return native.settings_of(spec, column=column)
-    offsets = {"row_offset": stream.row_offset, "column_offset": stream.column_offset}
-    return native.settings_of(spec, column=column, key=stream.key, **offsets)
+        return native.settings_of(spec, column=column, sign_mask=signs)
+    offsets = (stream.row_offset, stream.column_offset)
+    return native.settings_of(spec, column=column, sign_mask=signs, key=stream.key, offsets=offsets)
 
 
-def _quantized_matrix(x: Tensor, spec: OperandSpec, direction: Direction) -> Tensor:
+def transformed_matrix(x: Tensor, spec: OperandSpec, direction: Direction, sign_mask: int | None = None) -> Tensor:
     """The matrix to quantize, fp32 [R, C]: x or x^T, after the Hadamard transform."""
     matrix = x if direction is Direction.row else x.t()
     if spec.hadamard_size:
-        matrix = hadamard_transform(matrix, spec.hadamard_signs)
+        mask = transform_mask(spec, sign_mask)
+        matrix = hadamard_transform(matrix, size=spec.hadamard_size, sign_mask=mask)
     return matrix.to(torch.float32)
 
 
@@ -254,25 +327,39 @@ def _quantize_matrix(
     matrix: Tensor, spec: OperandSpec, amax: Tensor, stream: RandomStream | None
 ) -> tuple[Tensor, Tensor]:
     """Unpacked codes and scale bytes of fp32 [R, C], both padded to whole blocks."""
-    row_padding = -matrix.shape[0] % BLOCK_LENGTH if spec.block is Block.tile_16x16 else 0
-    matrix = pad(matrix, (0, -matrix.shape[1] % BLOCK_LENGTH, 0, row_padding))
-    factors = global_factors(amax.unsqueeze(1), spec.block_scale_max)  # [1, 1] or [R, 1]
-    largest = block_amax(matrix, spec.block)
-    if spec.scale_rule is not ScaleRule.amax:
-        return four_over_six(matrix, largest, factors, spec)
-    scales = block_scales(largest, factors)
-    scaled = scale_elements(matrix, encode_factors(scales, factors))
+    rows, width = matrix.shape[0], spec.block_size or CHUNK
+    row_padding = -rows % width if spec.is_tile and spec.block_size else 0
+    matrix = pad(matrix, (0, -matrix.shape[1] % width, 0, row_padding))
+    num_blocks = matrix.shape[1] // width
+    factors = None
+    if spec.has_amax:
+        spread = spread_amax(safe_amax(amax, spec), spec, rows=matrix.shape[0], num_blocks=num_blocks)
+        factors = global_factors(spread, largest_product(spec))
+    if spec.block_size == 0:
+        assert factors is not None  # fp8 has FP32 scales only
+        scales, encode = matrix.new_empty(rows, 0, dtype=torch.uint8), factors.encode
+    else:
+        largest = block_amax(matrix, width, is_tile=spec.is_tile)
+        if factors is not None and spec.scale_rule in (ScaleRule.four_over_six_mae, ScaleRule.four_over_six_mse):
+            return four_over_six(matrix, largest, factors, spec)
+        scales = block_scales(largest, factors, spec)
+        encode = encode_factors(scales, factors, spec)
+    scaled = scale_elements(matrix, encode, width=width)
+    element = ELEMENT[spec.format]
     if stream is None:
-        return round_nearest_even(scaled), scales
-    return round_stochastic(scaled, random_bytes(stream, *scaled.shape, device=scaled.device)), scales
+        return round_nearest_even(scaled, element), scales
+    return round_stochastic(scaled, random_bytes(stream, *scaled.shape, device=scaled.device), element), scales
 
 
 def _padded_codes(quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Unpacked codes, padded to whole blocks along the row, and the scales of the real rows."""
-    codes = pad(unpack_codes(quantized.codes), (0, -quantized.shape[1] % BLOCK_LENGTH))
+    codes = unpack_codes(quantized.codes) if quantized.spec.is_packed else quantized.codes
+    codes = pad(codes, (0, -quantized.shape[1] % (quantized.spec.block_size or 1)))
     return codes, quantized.block_scale[: quantized.shape[0]]
 
 
-def _scaled_codes(codes: Tensor, scales: Tensor) -> Tensor:
-    blocks = decode_e2m1(codes).unflatten(-1, (-1, BLOCK_LENGTH))
-    return (blocks * decode_e4m3(scales).unsqueeze(-1)).flatten(-2)
+def _scaled_codes(codes: Tensor, scales: Tensor, spec: OperandSpec) -> Tensor:
+    values = decode_codes(codes, ELEMENT[spec.format])
+    if spec.block_size == 0:
+        return values
+    return scale_elements(values, decode_scales(scales, spec), width=spec.block_size)

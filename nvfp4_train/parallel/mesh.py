@@ -56,11 +56,18 @@ class Mesh:
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the data axes, on `device`, equal on all ranks; does not wait for it."""
-        total = tensor.to(self.device, copy=True)
+        return self._reduce_over_data(tensor, dist.ReduceOp.SUM)
+
+    def max_over_data(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum of `tensor` over the data axes; otherwise as `sum_over_data`."""
+        return self._reduce_over_data(tensor, dist.ReduceOp.MAX)
+
+    def _reduce_over_data(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        result = tensor.to(self.device, copy=True)
         for axis in DATA_AXES:
             if self.degree(axis) > 1:
-                dist.all_reduce(total, group=self.device_mesh.get_group(axis))
-        return total
+                dist.all_reduce(result, operation, group=self.device_mesh.get_group(axis))
+        return result
 
     def check_batch(self, cfg: BatchConfig) -> None:
         """Check that every step gives each data rank the same number of microbatches.

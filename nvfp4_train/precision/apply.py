@@ -1,5 +1,7 @@
 """The precision pass: every Linear of a model becomes a QuantizedLinear."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -7,6 +9,7 @@ from nvfp4_train.config.problem import Problem, require
 from nvfp4_train.config.recipe import ComputeDtype, DgradRow, FpropRow, LinearRecipe, RecipeConfig, WgradRow
 from nvfp4_train.numerics.spec import Block, Format, GemmMode, OperandSpec, Rounding
 from nvfp4_train.precision.coverage import CoverageRow, PrecisionPlan, low_precision_gemms
+from nvfp4_train.precision.extensions import after_step, extension_problems, list_extensions
 from nvfp4_train.precision.linear import LinearPrecision, QuantizedLinear
 from nvfp4_train.precision.position import RoundingPosition
 from nvfp4_train.precision.rules import Placement, place_linears, rule_problems
@@ -28,13 +31,16 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
         The position that the engine moves, and what every Linear runs and why.
 
     Raises:
-        ConfigError: with all rules that match nothing and all Linears whose dims the recipe's blocks do not divide.
+        ConfigError: with all rules that match nothing, all Linears whose dims the recipe's blocks do not divide, and
+            all extensions that cannot be found or called.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names, num_blocks = list(linears), len(model.blocks)  # type: ignore[arg-type]
     placements = place_linears(names, cfg.keep_bf16, num_blocks=num_blocks, recipe_name=cfg.name)
+    extensions = list_extensions(cfg)
     require(
-        rule_problems(names, cfg.keep_bf16, num_blocks=num_blocks)
+        extension_problems(extensions)
+        + rule_problems(names, cfg.keep_bf16, num_blocks=num_blocks)
         + _gemm_problems(cfg)
         + _shape_problems(linears, placements, cfg)
     )
@@ -62,7 +68,14 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
             )
         )
     model.compute_dtype = TORCH_DTYPE[cfg.compute_dtype]  # type: ignore[assignment]
-    return PrecisionPlan(position=position, recipe=cfg.name, compute_dtype=cfg.compute_dtype, coverage=rows)
+    return PrecisionPlan(
+        position=position,
+        recipe=cfg.name,
+        compute_dtype=cfg.compute_dtype,
+        coverage=rows,
+        extensions=[extension.record() for extension in extensions],
+        after_step=partial(after_step, cfg) if cfg.after_optimizer else None,
+    )
 
 
 def compute_dtype_recipe(dtype: ComputeDtype) -> LinearRecipe:

@@ -3,14 +3,15 @@
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nvfp4_train.config.recipe import ComputeDtype, LinearRecipe
-from nvfp4_train.numerics.spec import Format
+from nvfp4_train.numerics.spec import FOUR_BIT_FORMATS
 from nvfp4_train.precision.position import RoundingPosition
 
-FOUR_BIT_FORMATS = (Format.nvfp4,)
 GEMMS = ("fprop", "dgrad", "wgrad")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -41,12 +42,16 @@ class PrecisionPlan:
         recipe: Name of the recipe.
         compute_dtype: What the kept Linears and all activations use.
         coverage: One row per Linear, in the order of the model.
+        extensions: What the recipe takes from outside: key, path, arguments, file and hash of each.
+        after_step: Called by the engine after each optimizer step with the model and `step`.
     """
 
     position: RoundingPosition
     recipe: str
     compute_dtype: ComputeDtype
     coverage: list[CoverageRow]
+    extensions: list[dict[str, Any]] = field(default_factory=list)
+    after_step: Callable[..., None] | None = None
 
     @property
     def flops_share_low_precision(self) -> float:
@@ -80,6 +85,7 @@ def save_coverage(plan: PrecisionPlan, path: Path) -> None:
         "num_linears": len(plan.coverage),
         "num_low_precision": plan.num_low_precision,
         "flops_share_low_precision": plan.flops_share_low_precision,
+        "extensions": plan.extensions,
         "linears": [asdict(row) for row in plan.coverage],
     }
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -104,6 +110,10 @@ def format_coverage(plan: PrecisionPlan) -> str:
         f"{plan.num_low_precision} of {len(plan.coverage)} Linears, {share:.1f} % of their FLOPs in low precision; "
         f"the others compute in {plan.compute_dtype.value}"
     )
+    table += [
+        f"{extension['key']} is {extension['path']} ({extension['file']}, sha256 {extension['sha256'][:12]})"
+        for extension in plan.extensions
+    ]
     return "\n".join(table)
 
 

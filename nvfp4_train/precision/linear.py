@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
-from nvfp4_train.numerics.gemm import exact_gemm
 from nvfp4_train.numerics.spec import GemmMode
-from nvfp4_train.precision.operands import OperandRounder, StoredOperand
+from nvfp4_train.precision.amax_history import AmaxHistory
+from nvfp4_train.precision.linear_rows import LinearCall
+from nvfp4_train.precision.operands import OperandRounder
 from nvfp4_train.precision.position import RoundingPosition
-from nvfp4_train.precision.weight_cache import WeightCache
+from nvfp4_train.precision.weight_cache import WeightCache, is_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,10 @@ class QuantizedLinear(nn.Linear):
         reduce_amax: Makes ranks that hold parts of one tensor agree on its amax; fp32 [1] or [R] to the same shape.
         row_offset: Global index of the first output feature held here.
         column_offset: Global index of the first input feature held here.
+        saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax, fp32 [1], of each quantized operand in the newest step, by name; filled without a sync.
+            Formats that need none (mx) leave none.
+        amax_history: Maxima of older steps, for the operands that scale by them.
     """
 
     def __init__(
@@ -75,9 +79,15 @@ class QuantizedLinear(nn.Linear):
         self.reduce_amax: Callable[[Tensor], Tensor] = _keep
         self.row_offset = 0
         self.column_offset = 0
+        self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self._amax_step: dict[str, int] = {}
         self._weights = WeightCache()
+        specs = precision.recipe.operands
+        lengths = {name: spec.amax_history_length for name, spec in specs.items() if spec.amax_history_length}
+        if is_shared(specs):
+            lengths.pop("dgrad.w", None)
+        self.amax_history = AmaxHistory(lengths)
 
     @classmethod
     def from_linear(
@@ -110,17 +120,19 @@ class QuantizedLinear(nn.Linear):
         is_high = self.position.high_precision
         recipe = self.precision.high_precision if is_high else self.precision.recipe
         tokens = x.reshape(-1, self.in_features)
-        self._check_tokens(tokens.shape[0], recipe.dim_multiple)
+        self._check_tokens(tokens.shape[0], recipe.token_multiple)
         # FSDP2 hands out BF16 parameters, whose gradients autograd would round to BF16 before it adds them up.
         for parameter in (self.weight, self.bias):
             if parameter is not None and parameter.requires_grad and parameter.dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32
         call = LinearCall(
+            recipe=recipe,
             rounder=self._rounder(recipe),
             gemm=self.precision.gemm,
             weights=self._weights,
             weight_version=self.position.weight_version,
             has_backward=torch.is_grad_enabled(),
+            record_saved=self._record_saved,
         )
         y: Tensor = LinearFunction.apply(tokens, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -139,14 +151,19 @@ class QuantizedLinear(nn.Linear):
             offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": self.row_offset},
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
+            history=self.amax_history,
+            is_training=torch.is_grad_enabled(),
         )
 
     def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
         """Keep the maximum over a step, which keeps a NaN of any of its microbatches."""
-        largest = amax.amax(dim=0, keepdim=True)  # one per row, with global scales of rows
+        largest = amax.amax().reshape(1)  # of rows or chunks of 128, with FP32 scales of those
         is_same_step = self._amax_step.get(name) == step
         self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
         self._amax_step[name] = step
+
+    def _record_saved(self, num_bytes: int) -> None:
+        self.saved_bytes = num_bytes
 
     def _check_tokens(self, num_tokens: int, multiple: int) -> None:
         if num_tokens % multiple:
@@ -165,85 +182,34 @@ class QuantizedLinear(nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearCall:
-    """What one forward of a QuantizedLinear fixes, for itself and for its backward.
-
-    Args:
-        rounder: Rounds the operands with the random bytes of this microbatch.
-        gemm: How operands are multiplied.
-        weights: The layer's cache.
-        weight_version: The caller's counter of weight changes.
-        has_backward: Whether autograd records this call; inside an autograd function it cannot be asked.
-    """
-
-    rounder: OperandRounder
-    gemm: GemmMode
-    weights: WeightCache
-    weight_version: int
-    has_backward: bool
-
-    def weight(self, name: str, weight: Tensor) -> StoredOperand:
-        """Return `fprop.w` or `dgrad.w`."""
-        return self.weights.operand(name, weight, rounder=self.rounder, version=self.weight_version)
-
-
 class LinearFunction(torch.autograd.Function):
     """The three GEMMs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         """Return y [T, out_features] for x [T, in_features] and keep what the gradients that are asked for need."""
-        rounder = call.rounder
-        y = exact_gemm(
-            rounder.round("fprop.x", x),
-            call.weight("fprop.w", weight).to_gemm_operand(),
-            mode=call.gemm,
-            out_dtype=x.dtype,
-        )
+        needs_dx, needs_dw = (needed and call.has_backward for needed in ctx.needs_input_grad[:2])
+        y, saved = call.forward(x, weight, needs_dx=needs_dx, needs_dw=needs_dw)
         if bias is not None:
             y += bias.to(y.dtype)
-        needs_dx, needs_dw = (needed and call.has_backward for needed in ctx.needs_input_grad[:2])
         ctx.call = call
         ctx.x_dtype = x.dtype
-        _save(
-            ctx,
-            w=call.weight("dgrad.w", weight) if needs_dx else None,
-            x=rounder.store("wgrad.x", x) if needs_dw else None,
-        )
+        ctx.save_for_backward(*saved.tensors)
+        ctx.saved = saved.without_tensors()
+        if needs_dx or needs_dw:
+            call.record_saved(saved.num_input_bytes(weight))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed."""
-        call, saved = ctx.call, _saved(ctx)
+        needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
-        dx = dw = dbias = None
-        if ctx.needs_input_grad[0]:
-            dy_operand = call.rounder.round("dgrad.dy", dy)
-            dx = exact_gemm(dy_operand, saved["w"].to_gemm_operand(), mode=call.gemm, out_dtype=ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            dy_operand = call.rounder.round("wgrad.dy", dy)
-            dw = exact_gemm(dy_operand, saved["x"].to_gemm_operand(), mode=call.gemm, out_dtype=torch.float32)
-        if ctx.needs_input_grad[2]:
-            dbias = dy.sum(dim=0, dtype=torch.float32)
+        saved = ctx.saved.with_tensors(ctx.saved_tensors)
+        dx, dw = ctx.call.backward(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
+        dbias = dy.sum(dim=0, dtype=torch.float32) if needs_dbias else None
         return dx, dw, dbias, None
-
-
-def _save(ctx: Any, **operands: StoredOperand | None) -> None:
-    """Hand the tensors to autograd, which frees them after the backward and lets hooks offload them."""
-    kept = {name: operand for name, operand in operands.items() if operand is not None}
-    ctx.save_for_backward(*(tensor for operand in kept.values() for tensor in operand.tensors))
-    ctx.operands = {name: (operand.with_tensors(()), len(operand.tensors)) for name, operand in kept.items()}
-
-
-def _saved(ctx: Any) -> dict[str, StoredOperand]:
-    tensors = iter(ctx.saved_tensors)
-    return {
-        name: operand.with_tensors(tuple(next(tensors) for _ in range(count)))
-        for name, (operand, count) in ctx.operands.items()
-    }
 
 
 def _keep(amax: Tensor) -> Tensor:

@@ -1,22 +1,19 @@
 """The six operands of a Linear's three GEMMs: rounding them, with their random bytes, and keeping them packed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from nvfp4_train.numerics.quantize import (
-    Direction,
-    GemmOperand,
-    QuantizedTensor,
-    compute_amax,
-    gemm_operand,
-    quantize,
-    quantize_operand,
-)
+from nvfp4_train.numerics.both import Cell, compute_amax_both, quantize_both
+from nvfp4_train.numerics.gemm import Operand, PackedOperand, reads_packed
+from nvfp4_train.numerics.hadamard import drawn_sign_mask
+from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, compute_amax, quantize, quantize_operand
+from nvfp4_train.numerics.quantizer import round_outside, value_spec
 from nvfp4_train.numerics.random import RandomStream, stream_key
-from nvfp4_train.numerics.spec import OperandSpec, Rounding
+from nvfp4_train.numerics.spec import GlobalScale, HadamardSigns, OperandSpec, Rounding
+from nvfp4_train.precision.amax_history import AmaxHistory
 
 
 @dataclass(frozen=True)
@@ -68,13 +65,13 @@ class StoredOperand:
         """Return the operand for a GEMM that contracts the other dim of the same codes."""
         return replace(self, is_transposed=not self.is_transposed)
 
-    def to_gemm_operand(self) -> GemmOperand:
-        """Return what a GEMM multiplies."""
+    def to_gemm_operand(self) -> Operand:
+        """Return what a GEMM multiplies, still packed."""
         if not self.spec.is_quantized:
             return quantize_operand(self.tensors[0], self.spec, direction=self.direction)
         codes, block_scale, amax = self.tensors
-        operand = gemm_operand(QuantizedTensor(codes, block_scale, amax, self.spec, self.shape, self.dtype))
-        return operand.transposed() if self.is_transposed else operand
+        quantized = QuantizedTensor(codes, block_scale, amax, self.spec, self.shape, self.dtype)
+        return PackedOperand(quantized, self.is_transposed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +89,8 @@ class OperandRounder:
         offsets: Global index of the first of the `tokens`, `inputs` and `outputs` that this tensor holds.
         reduce_amax: Makes ranks that hold parts of one tensor agree on its amax.
         record: Told the name of each operand that is quantized, and its amax.
+        history: Maxima of older steps, for the operands that scale by them.
+        is_training: Whether this call's maxima belong to the step.
     """
 
     layer: str
@@ -101,14 +100,19 @@ class OperandRounder:
     offsets: dict[str, int]
     reduce_amax: Callable[[Tensor], Tensor]
     record: Callable[[str, Tensor], None]
+    history: AmaxHistory = field(default_factory=lambda: AmaxHistory({}))
+    is_training: bool = False
 
-    def round(self, name: str, tensor: Tensor) -> GemmOperand:
+    def round(self, name: str, tensor: Tensor) -> Operand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
         spec, direction = self.specs[name], OPERAND_PLACES[name].direction
+        if spec.quantizer is not None or reads_packed(tensor, spec):
+            return self.store(name, tensor).to_gemm_operand()
         if not spec.is_quantized:
             return quantize_operand(tensor, spec, direction=direction)
         amax = self._agree_on_amax(name, tensor)
-        return quantize_operand(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
+        stream, sign_mask = self.stream(name), self.sign_mask(name)
+        return quantize_operand(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
 
     def store(self, name: str, tensor: Tensor) -> StoredOperand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs later."""
@@ -116,19 +120,77 @@ class OperandRounder:
         if not spec.is_quantized:
             return StoredOperand((tensor,), spec, direction, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
         amax = self._agree_on_amax(name, tensor)
-        packed = quantize(tensor, spec, direction=direction, amax=amax, stream=self.stream(name))
-        tensors = (packed.codes, packed.block_scale, packed.amax)
-        return StoredOperand(tensors, spec, direction, packed.shape, packed.dtype)
+        stream, sign_mask = self.stream(name), self.sign_mask(name)
+        if spec.quantizer is None:
+            packed = quantize(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
+            return _stored_codes(packed, direction)
+        result = round_outside(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
+        if isinstance(result, QuantizedTensor):
+            return _stored_codes(result, direction)
+        shape = (result.shape[0], result.shape[1])
+        return StoredOperand((result,), value_spec(result), Direction.row, shape, result.dtype)
+
+    def store_both(self, row: str, column: str, tensor: Tensor) -> tuple[StoredOperand, StoredOperand]:
+        """Round `tensor` [M, N] to two operands, one of each direction, reading it once."""
+        names = (row, column)
+        if any(self.specs[name].quantizer is not None or not self.specs[name].is_quantized for name in names):
+            return self.store(row, tensor), self.store(column, tensor)
+        first, second = (self._cell(name) for name in names)
+        found = compute_amax_both(tensor, first, second)
+        agreed = [self._agree(name, amax) for name, amax in zip(names, found, strict=True)]
+        packed = quantize_both(tensor, first, second, amax=(agreed[0], agreed[1]))
+        return _stored_codes(packed[0], Direction.row), _stored_codes(packed[1], Direction.column)
+
+    def rounds_both(self, row: str, column: str, tensor: Tensor) -> bool:
+        """Say whether `store_both` is the fast way: GEMMs read both operands packed."""
+        specs = [self.specs[name] for name in (row, column)]
+        return all(spec.quantizer is None and reads_packed(tensor, spec) for spec in specs)
+
+    def _cell(self, name: str) -> Cell:
+        direction = OPERAND_PLACES[name].direction
+        return Cell(
+            spec=self.specs[name], direction=direction, stream=self.stream(name), sign_mask=self.sign_mask(name)
+        )
 
     def stream(self, name: str) -> RandomStream | None:
         """Return where the random bytes of an operand come from, or None if it needs none."""
-        if self.specs[name].rounding is not Rounding.stochastic:
-            return None
+        return self.stream_of(name) if self.specs[name].rounding is Rounding.stochastic else None
+
+    def stream_of(self, name: str) -> RandomStream:
+        """Return the stream of an operand, whether or not its rounding draws from it."""
         place = OPERAND_PLACES[name]
         key = stream_key(seed=self.seed, layer=self.layer, operand=name, step=self.step)
         return RandomStream(key, row_offset=self.offsets[place.rows], column_offset=self.offsets[place.columns])
 
+    def sign_mask(self, name: str) -> int | None:
+        """Return the signs of an operand's Hadamard transform, or None if they are not drawn.
+
+        The two operands of a GEMM get the same.
+        """
+        signs = self.specs[name].hadamard_signs
+        if signs in (HadamardSigns.none, HadamardSigns.fixed):
+            return None
+        return drawn_sign_mask(signs, seed=self.seed, layer=self.layer, step=self.step, row=self.offsets["tokens"])
+
     def _agree_on_amax(self, name: str, tensor: Tensor) -> Tensor:
-        amax = self.reduce_amax(compute_amax(tensor, self.specs[name], direction=OPERAND_PLACES[name].direction))
+        spec, direction = self.specs[name], OPERAND_PLACES[name].direction
+        return self._agree(name, compute_amax(tensor, spec, direction=direction, sign_mask=self.sign_mask(name)))
+
+    def _agree(self, name: str, amax: Tensor) -> Tensor:
+        """Return what an operand is scaled by, given the maximum of what this rank holds."""
+        spec = self.specs[name]
+        if not spec.has_amax:
+            return amax
+        if spec.fp32_scale is not GlobalScale.block_128:  # no rank holds a part of a block
+            amax = self.reduce_amax(amax)
         self.record(name, amax)
-        return amax
+        if not spec.amax_history_length:
+            return amax
+        if self.is_training:
+            self.history.record(name, amax)
+        return self.history.scale_by(name, amax)
+
+
+def _stored_codes(packed: QuantizedTensor, direction: Direction) -> StoredOperand:
+    tensors = (packed.codes, packed.block_scale, packed.amax)
+    return StoredOperand(tensors, packed.spec, direction, packed.shape, packed.dtype)

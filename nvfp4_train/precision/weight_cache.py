@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nvfp4_train.numerics.spec import Block, OperandSpec
+from nvfp4_train.numerics.spec import OperandSpec
 from nvfp4_train.precision.operands import OperandRounder, StoredOperand
 
 
@@ -45,8 +45,9 @@ class WeightCache:
 
 
 def is_shared(specs: dict[str, OperandSpec]) -> bool:
-    """Whether one quantization serves fprop and dgrad: with 16x16 tiles the codes of w^T are those of w, transposed.
+    """Whether one quantization serves fprop and dgrad: with tiles the codes of w^T are those of w, transposed.
 
     Source: "Pretraining Large Language Models with NVFP4", 2D scaling: both passes see the same quantized weight.
     """
-    return specs["fprop.w"] == specs["dgrad.w"] and specs["fprop.w"].block is Block.tile_16x16
+    spec = specs["fprop.w"]
+    return spec == specs["dgrad.w"] and spec.is_quantized and spec.is_direction_free

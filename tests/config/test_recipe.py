@@ -3,7 +3,16 @@ from dataclasses import replace
 import pytest
 
 from nvfp4_train.config.recipe import ComputeDtype
-from nvfp4_train.numerics.spec import Block, Format, GlobalScale, HadamardSigns, Rounding
+from nvfp4_train.numerics.spec import (
+    FP8_FORMATS,
+    MX_FORMATS,
+    Block,
+    Format,
+    GlobalScale,
+    HadamardSigns,
+    Rounding,
+    ScaleRule,
+)
 from tests.support.configs import composed, problems_of
 
 NVFP4 = composed("recipe=nvfp4").recipe
@@ -30,7 +39,7 @@ def test_the_published_recipe():
 
 def test_properties():
     assert NVFP4.linear.is_quantized
-    assert NVFP4.linear.dim_multiple == 16
+    assert (NVFP4.linear.dim_multiple, NVFP4.linear.token_multiple) == (16, 16)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -48,6 +57,16 @@ def test_high_precision_recipes_are_the_same_table(name):
         ("nvfp4_no_sr", {"dgrad.dy", "wgrad.dy"}, {"rounding": Rounding.nearest_even}),
         ("nvfp4_1d_weights", {"fprop.w", "dgrad.w"}, {"block": Block.row_1x16}),
         ("nvfp4_all_blocks", set(), {}),
+        ("nvfp4_row_scaled", {"fprop.x"}, {"global_scale": GlobalScale.row}),
+        ("nvfp4_outer128", set(NVFP4.linear.operands), {"global_scale": GlobalScale.block_128}),
+        ("nvfp4_clip_safe", {"dgrad.dy", "wgrad.dy"}, {"scale_rule": ScaleRule.clip_safe}),
+        ("nvfp4_signs_per_call", {"wgrad.x", "wgrad.dy"}, {"hadamard_signs": HadamardSigns.per_call}),
+        ("nvfp4_rht128", {"wgrad.x", "wgrad.dy"}, {"hadamard_size": 128}),
+        (
+            "nvfp4_four_over_six",
+            {"fprop.x", "fprop.w", "dgrad.w"},
+            {"scale_rule": ScaleRule.four_over_six_mae, "block_scale_max": 256},
+        ),
     ],
 )
 def test_an_ablation_changes_one_technique_only(name, cells, change):
@@ -58,6 +77,47 @@ def test_an_ablation_changes_one_technique_only(name, cells, change):
     assert recipe.name == name
     assert recipe.linear.operands == expected
     assert (recipe.keep_bf16 == NVFP4.keep_bf16) is (name != "nvfp4_all_blocks")
+
+
+def cells_of(name):
+    return composed(f"recipe={name}").recipe.linear.operands
+
+
+def test_mxfp4_differs_from_nvfp4_in_the_format_only():
+    blocks = {Block.row_1x16: Block.row_1x32, Block.tile_16x16: Block.tile_32x32}
+    for name, spec in cells_of("mxfp4").items():
+        nvfp4 = NVFP4.linear.operands[name]
+        size = 2 * nvfp4.hadamard_size
+        change = {"format": Format.mxfp4, "block": blocks[nvfp4.block], "hadamard_size": size}
+        assert spec == replace(nvfp4, **change, global_scale=GlobalScale.none)
+    assert {spec.scale_rule for spec in cells_of("mxfp4_floor").values()} == {ScaleRule.floor}
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"), [("mxfp8", Format.mxfp8_e4m3), ("mxfp8_e5m2", Format.mxfp8_e5m2), ("fp8", Format.fp8_e5m2)]
+)
+def test_recipes_of_eight_bits(name, gradients):
+    cells = cells_of(name)
+    others = Format.fp8_e4m3 if gradients in FP8_FORMATS else Format.mxfp8_e4m3
+    assert {cell: spec.format for cell, spec in cells.items()} == {
+        cell: gradients if cell.endswith("dy") else others for cell in cells
+    }
+    assert all(spec.block is (Block.row_1x32 if gradients in MX_FORMATS else Block.none) for spec in cells.values())
+
+
+def test_delayed_scaling_is_fp8_with_a_history():
+    assert cells_of("fp8_delayed") == {
+        name: replace(spec, amax_history_length=1024) for name, spec in cells_of("fp8").items()
+    }
+
+
+def test_blocks_of_fp8_are_square_for_weights():
+    blocks = {name: spec.block for name, spec in cells_of("fp8_block").items()}
+    assert blocks == {name: Block.tile_128x128 if name.endswith(".w") else Block.row_1x128 for name in blocks}
+
+
+def test_tokens_fill_the_groups_of_a_transform():
+    assert composed("recipe=nvfp4_rht128").recipe.linear.token_multiple == 128
 
 
 @pytest.mark.parametrize("experiment", ["demo", "tiny"])

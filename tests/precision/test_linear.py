@@ -54,19 +54,30 @@ def run(linear: QuantizedLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": leaf.grad, "dw": linear.weight.grad.clone()}
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[OperandSpec]]:
-    """The specs that are packed (quantize) and rounded for use at once (quantize_operand) from now on."""
-    calls: dict[str, list[OperandSpec]] = {}
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[OperandSpec]:
+    """The specs that are quantized from now on, to packed codes or to values for use at once, alone or in pairs."""
+    seen: list[OperandSpec] = []
     for name in ("quantize", "quantize_operand"):
         original: Callable[..., object] = getattr(operands, name)
-        seen = calls.setdefault(name, [])
 
-        def counted(tensor, spec, *, original=original, seen=seen, **options):
+        def counted(tensor, spec, *, original=original, **options):
             seen.append(spec)
             return original(tensor, spec, **options)
 
         monkeypatch.setattr(operands, name, counted)
-    return calls
+    both = operands.quantize_both
+
+    def counted_both(tensor, row, column, **options):
+        seen.extend([row.spec, column.spec])
+        return both(tensor, row, column, **options)
+
+    monkeypatch.setattr(operands, "quantize_both", counted_both)
+    return seen
+
+
+def same_specs(found: list[OperandSpec], expected: list[OperandSpec]) -> bool:
+    """Compare without the order, which depends on whether x and dy are rounded in one pass."""
+    return sorted(map(repr, found)) == sorted(map(repr, expected))
 
 
 def quantized_by_hand(linear: QuantizedLinear, x: Tensor, dy: Tensor) -> dict[str, object]:
@@ -253,13 +264,10 @@ def test_only_the_gradients_that_are_needed_are_prepared(monkeypatch, needs_dx, 
     x, dy = make_data()
     calls = count_calls(monkeypatch)
     y = linear(x.detach().requires_grad_(needs_dx))
-    packed = [specs["fprop.w"]] + ([specs["dgrad.w"]] if needs_dx else []) + ([specs["wgrad.x"]] if needs_dw else [])
-    assert calls["quantize"] == packed
+    forward = [specs["fprop.x"], specs["fprop.w"]] + [specs["dgrad.w"]] * needs_dx + [specs["wgrad.x"]] * needs_dw
+    assert same_specs(calls, forward)
     y.backward(dy)
-    assert (
-        calls["quantize_operand"]
-        == [specs["fprop.x"]] + [specs["dgrad.dy"]] * needs_dx + [specs["wgrad.dy"]] * needs_dw
-    )
+    assert same_specs(calls, forward + [specs["dgrad.dy"]] * needs_dx + [specs["wgrad.dy"]] * needs_dw)
 
 
 def test_evaluation_prepares_no_gradient(monkeypatch):
@@ -267,7 +275,7 @@ def test_evaluation_prepares_no_gradient(monkeypatch):
     calls = count_calls(monkeypatch)
     with torch.no_grad():
         linear(make_data()[0])
-    assert len(calls["quantize"]) == len(calls["quantize_operand"]) == 1
+    assert calls == [linear.precision.recipe.operands[name] for name in ("fprop.x", "fprop.w")]
 
 
 def saved_bytes(linear: QuantizedLinear, x: Tensor) -> int:
@@ -333,7 +341,7 @@ def test_the_weight_is_quantized_once_a_step(monkeypatch, recipe):
     calls = count_calls(monkeypatch)
     linear.position.start_microbatch(step=STEP, row_offset=0)
     run(linear, x, dy)
-    assert calls["quantize"] == [recipe.wgrad.x]
+    assert same_specs(calls, [recipe.fprop.x, recipe.wgrad.x, recipe.dgrad.dy, recipe.wgrad.dy])
 
 
 def test_two_microbatches_of_a_step_give_what_fresh_weights_give():

@@ -13,6 +13,7 @@ def operand_spec(
     block: Block = Block.row_1x16,
     rounding: Rounding = Rounding.nearest_even,
     hadamard: HadamardSigns | None = None,
+    hadamard_size: int = 16,
     global_scale: GlobalScale = GlobalScale.tensor,
     scale_rule: ScaleRule = ScaleRule.amax,
     block_scale_max: int = 448,
@@ -22,11 +23,37 @@ def operand_spec(
         format=Format.nvfp4,
         block=block,
         rounding=rounding,
-        hadamard_size=0 if hadamard is None else 16,
+        hadamard_size=0 if hadamard is None else hadamard_size,
         hadamard_signs=hadamard or HadamardSigns.none,
         global_scale=global_scale,
         scale_rule=scale_rule,
         block_scale_max=block_scale_max,
+    )
+
+
+def format_spec(
+    format: Format,
+    *,
+    block: Block | None = None,
+    global_scale: GlobalScale | None = None,
+    rounding: Rounding = Rounding.nearest_even,
+    scale_rule: ScaleRule = ScaleRule.amax,
+    hadamard: HadamardSigns | None = None,
+    hadamard_size: int = 32,
+) -> OperandSpec:
+    """An operand of any low-precision format; blocks lie along rows and FP32 scales are one per tensor unless said."""
+    default_block = Block.row_1x16 if format is Format.nvfp4 else Block.row_1x32 if "mx" in format else Block.none
+    block = default_block if block is None else block
+    has_fp32_scale = "mx" not in format and not block.endswith("128")
+    default_scale = GlobalScale.tensor if has_fp32_scale else GlobalScale.none
+    return OperandSpec(
+        format=format,
+        block=block,
+        rounding=rounding,
+        hadamard_size=0 if hadamard is None else hadamard_size,
+        hadamard_signs=hadamard or HadamardSigns.none,
+        global_scale=default_scale if global_scale is None else global_scale,
+        scale_rule=scale_rule,
     )
 
 

@@ -4,34 +4,57 @@
 
 namespace {
 
-// Up to kRowChunk columns of a row.
-void unpack_row(const uint8_t* codes, const uint8_t* scale_codes, int columns, uint16_t* out) {
-    const int blocks = (columns + kBlock - 1) / kBlock;
-    alignas(64) float scale[kRowChunk / kBlock], scales[kRowChunk];
+// Up to kRowChunk columns of a row, with scales that are already numbers.
+template <typename Element>
+void unpack_row(const uint8_t* codes, const float* scales, int columns, uint16_t* out) {
     alignas(64) uint8_t unpacked[kRowChunk];
-    for (int block = 0; block < blocks; ++block) scale[block] = decode_e4m3(scale_codes[block]);
-    spread(scale, blocks, scales);
-    for (int pair = 0; pair < columns / 2; ++pair) {
-        unpacked[2 * pair] = codes[pair] & 15u;
-        unpacked[2 * pair + 1] = codes[pair] >> 4;
-    }
+    if (!Element::kIsByte)
+        for (int pair = 0; pair < columns / 2; ++pair) {
+            unpacked[2 * pair] = codes[pair] & 15u;
+            unpacked[2 * pair + 1] = codes[pair] >> 4;
+        }
+    const uint8_t* source = Element::kIsByte ? codes : unpacked;
 #pragma omp simd
     for (int lane = 0; lane < columns; ++lane)
-        out[lane] = uint16_t(operand_of(decode_e2m1(unpacked[lane]), scales[lane]) >> 16);
+        out[lane] = uint16_t(operand_of<Element>(decode<Element>(source[lane]), scales[lane]) >> 16);
+}
+
+// scale_kind: 0 E4M3 for 16 elements, 1 E8M0 for 32, 2 none.
+void spread_scales(const uint8_t* codes, int scale_kind, int columns, float* scales) {
+    float scale[kRowChunk / kBlock];
+    if (scale_kind == 0) {
+        const int blocks = (columns + 15) / 16;
+        for (int block = 0; block < blocks; ++block) scale[block] = decode_e4m3(codes[block]);
+        spread<16>(scale, blocks, scales);
+    } else if (scale_kind == 1) {
+        const int blocks = (columns + 31) / 32;
+        for (int block = 0; block < blocks; ++block) scale[block] = decode_e8m0(codes[block]);
+        spread<32>(scale, blocks, scales);
+    } else {
+        std::fill_n(scales, columns, 1.0f);
+    }
 }
 
 }  // namespace
 
 extern "C" {
 
-// codes [rows, columns / 2], scales [at least rows, columns / 16 rounded up]; out = code * scale.
-void nvfp4_operand(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t columns, uint16_t* out, int threads) {
-    const int64_t blocks = (columns + kBlock - 1) / kBlock;
+// codes [rows, bytes of a row], scales [at least rows, blocks rounded up]; out = code * scale. `element` and `scale_kind` are
+// those of `Job`.
+void nvfp4_operand(const uint8_t* codes, const uint8_t* scales, int element, int scale_kind, int64_t rows, int64_t columns,
+                   uint16_t* out, int threads) {
+    const int64_t width = scale_kind == 0 ? 16 : 32, blocks = scale_kind == 2 ? 0 : (columns + width - 1) / width;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; ++row)
-        for (int64_t first = 0; first < columns; first += kRowChunk)
-            unpack_row(codes + (row * columns + first) / 2, scales + row * blocks + first / kBlock,
-                       int(std::min<int64_t>(kRowChunk, columns - first)), out + row * columns + first);
+        for (int64_t first = 0; first < columns; first += kRowChunk) {
+            alignas(64) float factors[kRowChunk];
+            const int count = int(std::min<int64_t>(kRowChunk, columns - first));
+            const int64_t here = row * columns + first;
+            spread_scales(scales + row * blocks + first / width, scale_kind, count, factors);
+            if (element == 0) unpack_row<E2M1>(codes + here / 2, factors, count, out + here);
+            else if (element == 1) unpack_row<E4M3>(codes + here, factors, count, out + here);
+            else unpack_row<E5M2>(codes + here, factors, count, out + here);
+        }
 }
 
 void nvfp4_dequantize(const uint8_t* codes, const uint8_t* scales, const float* amax, int amax_per_row, float inverse,
@@ -68,7 +91,8 @@ void nvfp4_reference_gemm(const uint8_t* codes_a, const uint8_t* scales_a, int64
 
 void nvfp4_round_nearest(const float* scaled, int64_t pairs, uint8_t* packed) {
     for (int64_t pair = 0; pair < pairs; ++pair)
-        packed[pair] = uint8_t(code_of(round_nearest(scaled[2 * pair])) | code_of(round_nearest(scaled[2 * pair + 1])) << 4);
+        packed[pair] = uint8_t(code_of<E2M1>(round_nearest<E2M1>(scaled[2 * pair])) |
+                               code_of<E2M1>(round_nearest<E2M1>(scaled[2 * pair + 1])) << 4);
 }
 
 void nvfp4_random_bytes(uint64_t key, int64_t row_offset, int64_t column_offset, int64_t rows, int64_t columns,

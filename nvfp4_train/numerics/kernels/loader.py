@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "decode.cpp"))
-HEADERS = (Path(__file__).with_name("formats.h"),)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "amax.cpp", "decode.cpp", "gemm.cpp"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("formats.h", "lanes.h", "pages.h"))
 COMPILERS = ("c++", "g++", "clang++")
 # No flag changes a result (contraction to FMA would); the last ones let compilers vectorize branch-free code.
 FLAGS = (

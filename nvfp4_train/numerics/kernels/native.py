@@ -7,36 +7,40 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nvfp4_train.numerics.formats import BLOCK_LENGTH
 from nvfp4_train.numerics.kernels.loader import library
-from nvfp4_train.numerics.spec import (
-    HADAMARD_SIGN_MASK,
-    Block,
-    GlobalScale,
-    HadamardSigns,
-    OperandSpec,
-    Rounding,
-    ScaleRule,
-)
+from nvfp4_train.numerics.spec import CHUNK, FP8_FORMATS, Format, GlobalScale, OperandSpec, Rounding, ScaleRule
 
-_SCALE_RULE = {ScaleRule.amax: 0, ScaleRule.four_over_six_mae: 1, ScaleRule.four_over_six_mse: 2}
+_E4M3_FORMATS = (Format.mxfp8_e4m3, Format.fp8_e4m3)
+_E5M2_FORMATS = (Format.mxfp8_e5m2, Format.fp8_e5m2)
+_SCALE_RULE = {
+    ScaleRule.amax: 0,
+    ScaleRule.clip_safe: 0,  # differs in a factor only
+    ScaleRule.four_over_six_mae: 1,
+    ScaleRule.four_over_six_mse: 2,
+    ScaleRule.floor: 3,
+}
+_OUTER = {GlobalScale.none: 0, GlobalScale.tensor: 1, GlobalScale.row: 2, GlobalScale.block_128: 3}
+_LARGEST = (6, 448, 57344)  # element of each element kind
+_FP32_MAX = torch.finfo(torch.float32).max
 _pointer = ctypes.c_void_p
 _int64 = ctypes.c_int64
 
 
 class Job(ctypes.Structure):
-    """Mirror of `struct Job` in quantize.cpp."""
+    """Mirror of `struct Job` in lanes.h."""
 
     _fields_ = [
         *((name, _pointer) for name in ("x", "amax", "codes", "scales", "operand")),
-        *((name, _int64) for name in ("rows", "columns", "stride")),
+        *((name, _int64) for name in ("rows", "columns", "stride", "amax_stride")),
         ("key", ctypes.c_uint64),
         *((name, _int64) for name in ("row_offset", "column_offset")),
+        ("signs", ctypes.c_uint64 * 2),
+        *((name, ctypes.c_float) for name in ("largest_product", "smallest_amax", "reciprocal")),
         *(
             (name, ctypes.c_int32)
             for name in (
-                "is_fp32", "amax_per_row", "tile", "stochastic", "hadamard", "sign_mask", "scale_rule",
-                "block_scale_max", "threads",
+                "is_fp32", "element", "scale_kind", "width", "is_tile", "outer", "stochastic", "hadamard", "scale_rule",
+                "threads",
             )
         ),
     ]  # fmt: skip
@@ -44,92 +48,216 @@ class Job(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Settings:
-    """An OperandSpec, a direction and a random stream as integers, which is what a custom op can take."""
+    """An OperandSpec, a direction, signs and a random stream as integers, which is what a custom op can take.
+
+    Args:
+        column: Whether x^T is quantized.
+        element: 0 E2M1, 1 E4M3, 2 E5M2.
+        scale_kind: Block scales: 0 E4M3, 1 E8M0, 2 none.
+        is_tile: Whether a scale covers as many rows as columns.
+        outer: FP32 scales: 0 none, 1 of the tensor, 2 of rows, 3 of chunks of 128.
+        stochastic: Whether elements are rounded so.
+        hadamard: Size of the transform, or 0.
+        scale_rule: Number of the rule, see _SCALE_RULE.
+        is_clip_safe: Whether block maxima are mapped to 6 * 16/17.
+        block_scale_max: See OperandSpec.
+        signs_low: Bits of the transform's signs.
+        signs_high: More of them.
+        key: Of the random stream; like all 64-bit integers here, signed.
+        row_offset: Of the random stream.
+        column_offset: Of the random stream.
+    """
 
     column: int
-    amax_per_row: int
-    tile: int
+    element: int
+    scale_kind: int
+    is_tile: int
+    outer: int
     stochastic: int
     hadamard: int
-    sign_mask: int
     scale_rule: int
+    is_clip_safe: int
     block_scale_max: int
-    key: int  # signed
+    signs_low: int
+    signs_high: int
+    key: int
     row_offset: int
     column_offset: int
 
     @property
+    def is_packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.element == 0
+
+    @property
+    def width(self) -> int:
+        """Columns of a block, and what dims are padded to."""
+        return 16 if self.scale_kind == 0 else 32
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether there are block scales."""
+        return self.scale_kind != 2
+
+    @property
+    def tries_scales(self) -> bool:
+        """Whether the scale rule tries several scales for a block."""
+        return self.scale_rule in (1, 2)
+
+    @property
     def reads_transposed(self) -> bool:
         """Whether x must be transposed first: transforms run down columns only, special scale rules along rows only."""
-        if self.hadamard:
-            return not self.column
-        return bool(self.column and (self.scale_rule or self.amax_per_row))
+        return not self.column if self.hadamard else bool(self.column and self.tries_scales)
 
     @property
     def runs_down_columns(self) -> bool:
         """Direction of the kernel after that transposition."""
         return bool(self.column) != self.reads_transposed
 
+    @property
+    def largest_product(self) -> int:
+        """What an FP32 scale's amax is mapped to."""
+        return _LARGEST[self.element] * (self.block_scale_max if self.scale_kind == 0 else 1)
+
+    def shape_of_scales(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the block scales of a quantized matrix, with whole blocks."""
+        if not self.has_scales:
+            return rows, 0
+        padded_rows = -(-rows // self.width) * self.width if self.is_tile else rows
+        return padded_rows, -(-columns // self.width)
+
 
 def settings_of(
-    spec: OperandSpec, *, column: bool, key: int = 0, row_offset: int = 0, column_offset: int = 0
+    spec: OperandSpec, *, column: bool, sign_mask: int = 0, key: int = 0, offsets: tuple[int, int] = (0, 0)
 ) -> list[int]:
     """Return the settings of one call as a list, the form that custom ops take."""
     return [  # the fields of Settings, in order
         int(column),
-        int(spec.global_scale is GlobalScale.row),
-        int(spec.block is Block.tile_16x16),
+        1 if spec.format in _E4M3_FORMATS else 2 if spec.format in _E5M2_FORMATS else 0,
+        0 if spec.format is Format.nvfp4 else 2 if spec.format in FP8_FORMATS else 1,
+        int(spec.is_tile),
+        _OUTER[spec.fp32_scale],
         int(spec.rounding is Rounding.stochastic),
-        int(spec.hadamard_size > 0),
-        HADAMARD_SIGN_MASK[spec.hadamard_signs],
+        spec.hadamard_size,
         _SCALE_RULE[spec.scale_rule],
+        int(spec.scale_rule is ScaleRule.clip_safe),
         spec.block_scale_max,
-        key - (1 << 64) if key >> 63 else key,
-        row_offset,
-        column_offset,
+        _signed(sign_mask & (1 << 64) - 1),
+        _signed(sign_mask >> 64),
+        _signed(key),
+        *offsets,
     ]
 
 
 @torch.library.custom_op("nvfp4_train::amax", mutates_args=())
 def amax_op(x: Tensor, settings: list[int]) -> Tensor:
-    """Largest magnitude of x, or of each of the quantized matrix's rows."""
+    """Largest magnitudes: of x, or of each of the quantized matrix's rows or chunks."""
     chosen = Settings(*settings)
-    x = _readable(x, chosen)
-    out = torch.zeros(x.shape[0] if chosen.amax_per_row else 1)
-    library().nvfp4_amax(ctypes.byref(_job(x, chosen)), _address(out))
+    x = x.float() if x.dtype is torch.float16 else x
+    transposes = chosen.reads_transposed if chosen.hadamard else bool(chosen.column and chosen.outer == 2)
+    x = x.t() if transposes else x
+    x = x if x.stride(1) == 1 else x.contiguous()
+    runs_down_columns = bool(chosen.column) != transposes
+    rows, columns = x.shape[::-1] if runs_down_columns else x.shape
+    out = torch.zeros(_shape_of_amax(rows, columns, chosen))
+    if out.numel():
+        job = _job(x, chosen)
+        job.amax_stride = out.stride(0)
+        library().nvfp4_amax(ctypes.byref(job), int(runs_down_columns), _address(out))
     return out
 
 
 @amax_op.register_fake
 def _(x: Tensor, settings: list[int]) -> Tensor:
     chosen = Settings(*settings)
-    rows = x.shape[1] if chosen.column else x.shape[0]
-    return x.new_empty(rows if chosen.amax_per_row else 1, dtype=torch.float32)
+    rows, columns = (x.shape[1], x.shape[0]) if chosen.column else (x.shape[0], x.shape[1])
+    return x.new_empty(_shape_of_amax(rows, columns, chosen), dtype=torch.float32)
 
 
 @torch.library.custom_op("nvfp4_train::quantize", mutates_args=())
 def quantize_op(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:
-    """Packed codes and block scales."""
+    """Codes and block scales."""
     chosen = Settings(*settings)
     rows, columns = x.shape[::-1] if chosen.column else x.shape
     x = _readable(x, chosen)
     padded_rows, padded_columns = x.shape[::-1] if chosen.runs_down_columns else x.shape
-    codes = torch.empty(padded_rows, padded_columns // 2, dtype=torch.uint8)
-    scales = torch.empty(padded_rows, padded_columns // BLOCK_LENGTH, dtype=torch.uint8)
-    amax = amax.contiguous()
-    job = _job(x, chosen)
-    job.amax, job.codes, job.scales = amax.data_ptr(), codes.data_ptr(), scales.data_ptr()
+    per_byte = 2 if chosen.is_packed else 1
+    codes = torch.empty(padded_rows, padded_columns // per_byte, dtype=torch.uint8)
+    scales = torch.empty(chosen.shape_of_scales(padded_rows, padded_columns), dtype=torch.uint8)
+    amax = _readable_amax(amax, padded_rows, chosen)
+    job = _job(x, chosen, amax)
+    job.codes, job.scales = codes.data_ptr(), scales.data_ptr()
     library().nvfp4_quantize(ctypes.byref(job), int(chosen.runs_down_columns))
-    return codes[:rows, : columns // 2].contiguous(), scales
+    return codes[:rows, : columns // per_byte].contiguous(), scales[: chosen.shape_of_scales(rows, columns)[0]]
 
 
 @quantize_op.register_fake
 def _(x: Tensor, amax: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - the op's signature
     chosen = Settings(*settings)
     rows, columns = (x.shape[1], x.shape[0]) if chosen.column else (x.shape[0], x.shape[1])
-    scale_rows = -(-rows // BLOCK_LENGTH) * BLOCK_LENGTH if chosen.tile else rows
-    codes = x.new_empty(rows, columns // 2, dtype=torch.uint8)
-    return codes, x.new_empty(scale_rows, -(-columns // BLOCK_LENGTH), dtype=torch.uint8)
+    codes = x.new_empty(rows, columns // 2 if chosen.is_packed else columns, dtype=torch.uint8)
+    return codes, x.new_empty(chosen.shape_of_scales(rows, columns), dtype=torch.uint8)
+
+
+@torch.library.custom_op("nvfp4_train::amax_both", mutates_args=())
+def amax_both_op(x: Tensor, along_rows: list[int], down_columns: list[int]) -> tuple[Tensor, Tensor]:
+    """Largest magnitude of x and, after the second settings' transform, of x^T: fp32 [1] each, in one pass."""
+    out = torch.empty(2)
+    jobs = [_job(x, Settings(*settings)) for settings in (along_rows, down_columns)]
+    library().nvfp4_amax_both(ctypes.byref(jobs[0]), ctypes.byref(jobs[1]), _address(out))
+    return out[:1].clone(), out[1:].clone()  # each is kept as long as its codes are
+
+
+@amax_both_op.register_fake
+def _(x: Tensor, along_rows: list[int], down_columns: list[int]) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return x.new_empty(1, dtype=torch.float32), x.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("nvfp4_train::quantize_both", mutates_args=())
+def quantize_both_op(
+    x: Tensor, amax_row: Tensor, amax_column: Tensor, along_rows: list[int], down_columns: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of x, then of x^T, in one pass; all dims are whole blocks, see `fits_one_pass`."""
+    jobs, results = [], []
+    for amax, settings in ((amax_row, Settings(*along_rows)), (amax_column, Settings(*down_columns))):
+        rows, columns = x.shape[::-1] if settings.column else x.shape
+        codes = torch.empty(rows, columns // (2 if settings.is_packed else 1), dtype=torch.uint8)
+        scales = torch.empty(settings.shape_of_scales(rows, columns), dtype=torch.uint8)
+        job = _job(x, settings, amax)
+        job.codes, job.scales = codes.data_ptr(), scales.data_ptr()
+        jobs.append(job)
+        results += [codes, scales]
+    library().nvfp4_quantize_both(ctypes.byref(jobs[0]), ctypes.byref(jobs[1]))
+    return results[0], results[1], results[2], results[3]
+
+
+@quantize_both_op.register_fake
+def _(
+    x: Tensor,
+    amax_row: Tensor,  # noqa: ARG001 - the op's signature
+    amax_column: Tensor,  # noqa: ARG001
+    along_rows: list[int],
+    down_columns: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parts = []
+    for settings in (Settings(*along_rows), Settings(*down_columns)):
+        rows, columns = (x.shape[1], x.shape[0]) if settings.column else (x.shape[0], x.shape[1])
+        parts.append(x.new_empty(rows, columns // 2 if settings.is_packed else columns, dtype=torch.uint8))
+        parts.append(x.new_empty(settings.shape_of_scales(rows, columns), dtype=torch.uint8))
+    return parts[0], parts[1], parts[2], parts[3]
+
+
+def fits_one_pass(x: Tensor, along_rows: list[int], down_columns: list[int]) -> bool:
+    """Say whether `quantize_both_op` can do two jobs: no padding, no transposition, FP32 scales of the whole tensor."""
+    row, column = Settings(*along_rows), Settings(*down_columns)
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1 or x.numel() == 0:
+        return False
+    if row.hadamard or row.column or not column.column or row.outer > 1 or column.outer > 1:
+        return False
+    if row.tries_scales or column.tries_scales:
+        return False
+    multiple = max(row.width, column.width, column.hadamard)
+    return x.shape[0] % multiple == 0 and x.shape[1] % multiple == 0
 
 
 @torch.library.custom_op("nvfp4_train::quantize_operand", mutates_args=())
@@ -137,14 +265,14 @@ def quantize_operand_op(x: Tensor, amax: Tensor, settings: list[int]) -> Tensor:
     """code * scale in BF16, without packing."""
     chosen = Settings(*settings)
     rows, columns = x.shape[::-1] if chosen.column else x.shape
-    if chosen.scale_rule:
+    if chosen.tries_scales:
         codes, scales = quantize_op(x, amax, settings)
-        return operand_op(codes, scales)
+        return operand_op(codes, scales, settings)
     x = _readable(x, chosen)
     out = torch.empty(x.shape[::-1] if chosen.runs_down_columns else x.shape, dtype=torch.bfloat16)
-    amax = amax.contiguous()
-    job = _job(x, chosen)
-    job.amax, job.operand = amax.data_ptr(), out.data_ptr()
+    amax = _readable_amax(amax, out.shape[0], chosen)
+    job = _job(x, chosen, amax)
+    job.operand = out.data_ptr()
     library().nvfp4_quantize(ctypes.byref(job), int(chosen.runs_down_columns))
     return out[:rows, :columns].contiguous()
 
@@ -156,34 +284,33 @@ def _(x: Tensor, amax: Tensor, settings: list[int]) -> Tensor:  # noqa: ARG001 -
 
 
 @torch.library.custom_op("nvfp4_train::operand", mutates_args=())
-def operand_op(codes: Tensor, scales: Tensor) -> Tensor:
-    """Unpack codes [R, C/2] and multiply by their block scales, BF16 [R, C]."""
+def operand_op(codes: Tensor, scales: Tensor, settings: list[int]) -> Tensor:
+    """Unpack codes and multiply by their block scales, BF16 [R, C]."""
+    chosen = Settings(*settings)
     codes, scales = codes.contiguous(), scales.contiguous()
-    rows, columns = codes.shape[0], codes.shape[1] * 2
-    out = torch.empty(rows, columns, dtype=torch.bfloat16)
+    out = torch.empty(codes.shape[0], codes.shape[1] * (2 if chosen.is_packed else 1), dtype=torch.bfloat16)
     library().nvfp4_operand(
-        _address(codes), _address(scales), _int64(rows), _int64(columns), _address(out), torch.get_num_threads()
+        *(_address(codes), _address(scales), chosen.element, chosen.scale_kind),
+        *(_int64(out.shape[0]), _int64(out.shape[1]), _address(out), torch.get_num_threads()),
     )
     return out
 
 
 @operand_op.register_fake
-def _(codes: Tensor, scales: Tensor) -> Tensor:  # noqa: ARG001 - the op's signature
-    return codes.new_empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.bfloat16)
+def _(codes: Tensor, scales: Tensor, settings: list[int]) -> Tensor:  # noqa: ARG001 - the op's signature
+    columns = codes.shape[1] * 2 if Settings(*settings).is_packed else codes.shape[1]
+    return codes.new_empty(codes.shape[0], columns, dtype=torch.bfloat16)
 
 
-def hadamard_transform(x: Tensor, signs: HadamardSigns) -> Tensor:
-    """Transform groups of 16 along the last dim of x [..., C]; BF16."""
+def hadamard_transform(x: Tensor, *, size: int, sign_mask: int) -> Tensor:
+    """Transform groups along the last dim of x [..., C]; BF16."""
     columns = x.flatten(0, -2).t()  # the kernel runs down columns
     columns = (columns.float() if columns.dtype is torch.float16 else columns).contiguous()
     out = torch.empty(columns.shape[::-1], dtype=torch.bfloat16)
     job = Job(x=columns.data_ptr(), operand=out.data_ptr(), rows=columns.shape[0], columns=columns.shape[1])
-    job.stride, job.is_fp32, job.threads = (
-        columns.stride(0),
-        int(columns.dtype is torch.float32),
-        torch.get_num_threads(),
-    )
-    job.hadamard, job.sign_mask = 1, HADAMARD_SIGN_MASK[signs]
+    job.stride, job.is_fp32 = columns.stride(0), int(columns.dtype is torch.float32)
+    job.hadamard, job.threads = size, torch.get_num_threads()
+    job.signs[0], job.signs[1] = sign_mask & (1 << 64) - 1, sign_mask >> 64
     library().nvfp4_hadamard(ctypes.byref(job))
     return out.view(x.shape)
 
@@ -248,24 +375,55 @@ def _readable(x: Tensor, settings: Settings) -> Tensor:
     """x as the kernel reads it: BF16 or FP32, transposed if asked, padded to whole blocks, unit stride along rows."""
     x = x.float() if x.dtype is torch.float16 else x
     x = x.t() if settings.reads_transposed else x
-    row_padding, column_padding = -x.shape[0] % BLOCK_LENGTH, -x.shape[1] % BLOCK_LENGTH
-    if not settings.tile:
+    row_padding, column_padding = -x.shape[0] % settings.width, -x.shape[1] % settings.width
+    if not (settings.is_tile and settings.has_scales):
         row_padding, column_padding = (row_padding, 0) if settings.runs_down_columns else (0, column_padding)
     if row_padding or column_padding:
         x = pad(x, (0, column_padding, 0, row_padding))
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _job(x: Tensor, settings: Settings) -> Job:
-    job = Job(x=x.data_ptr(), rows=x.shape[0], columns=x.shape[1], stride=x.stride(0), key=settings.key & (1 << 64) - 1)
+def _readable_amax(amax: Tensor, rows: int, settings: Settings) -> Tensor:
+    """Amax as the kernel reads it: one line for every row of the quantized matrix, also for those that fill tiles."""
+    if settings.outer > 1 and amax.shape[0] < rows:
+        amax = torch.cat([amax, amax[-1:].expand(rows - amax.shape[0], *amax.shape[1:])])
+    return amax.contiguous()
+
+
+def _shape_of_amax(rows: int, columns: int, settings: Settings) -> tuple[int, ...]:
+    match settings.outer:
+        case 3:
+            return rows, -(-columns // CHUNK)
+        case 2:
+            return (rows,)
+        case _:
+            return (1,)
+
+
+def _job(x: Tensor, settings: Settings, amax: Tensor | None = None) -> Job:
+    job = Job(x=x.data_ptr(), rows=x.shape[0], columns=x.shape[1], stride=x.stride(0), key=_unsigned(settings.key))
     job.row_offset, job.column_offset = settings.row_offset, settings.column_offset
-    job.is_fp32, job.amax_per_row = int(x.dtype is torch.float32), settings.amax_per_row
-    job.tile, job.stochastic = settings.tile, settings.stochastic
-    job.hadamard, job.sign_mask = settings.hadamard, settings.sign_mask
-    job.scale_rule, job.block_scale_max = settings.scale_rule, settings.block_scale_max
+    job.signs[0], job.signs[1] = _unsigned(settings.signs_low), _unsigned(settings.signs_high)
+    if amax is not None:
+        job.amax, job.amax_stride = amax.data_ptr(), amax.stride(0)
+    job.largest_product = settings.largest_product
+    is_published_rule = settings.scale_kind == 0 and settings.outer < 3
+    job.smallest_amax = 0.0 if is_published_rule else settings.largest_product / _FP32_MAX
+    job.reciprocal = 17 / 96 if settings.is_clip_safe else 1 / 6
+    job.is_fp32, job.is_tile, job.stochastic = int(x.dtype is torch.float32), settings.is_tile, settings.stochastic
+    job.element, job.scale_kind, job.width = settings.element, settings.scale_kind, settings.width
+    job.outer, job.hadamard, job.scale_rule = settings.outer, settings.hadamard, settings.scale_rule
     job.threads = torch.get_num_threads()
     return job
 
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
     return _pointer(tensor.data_ptr())
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _unsigned(value: int) -> int:
+    return value & (1 << 64) - 1

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nvfp4_train.precision.memory import saved_bytes
 from nvfp4_train.train.callback import Callback
 from nvfp4_train.train.evaluate import ValidationLosses
 from nvfp4_train.train.metrics import Throughput, read_step
@@ -50,6 +51,7 @@ class MetricsLogging(Callback):
             "lr": result.lr,
             "tokens_per_second": self._throughput.lap(state),
             **trainer.data.metrics(state.sequences),
+            "precision/memory": saved_bytes(trainer.engine.model),
         }
         self._write(state, row)
 

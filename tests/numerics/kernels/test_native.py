@@ -14,24 +14,51 @@ from nvfp4_train.numerics.quantize import (
     quantize_operand,
 )
 from nvfp4_train.numerics.random import RandomStream
-from nvfp4_train.numerics.spec import Block, GlobalScale, HadamardSigns, OperandSpec, Rounding, ScaleRule
-from tests.support.tensors import FILLS, filled, operand_spec, same_bits
+from nvfp4_train.numerics.spec import (
+    FP8_FORMATS,
+    HADAMARD_SIZES,
+    MX_FORMATS,
+    Block,
+    Format,
+    GlobalScale,
+    HadamardSigns,
+    OperandSpec,
+    Rounding,
+    ScaleRule,
+)
+from tests.support.tensors import FILLS, filled, format_spec, operand_spec, same_bits
 
 FOUR_OVER_SIX = (ScaleRule.four_over_six_mae, ScaleRule.four_over_six_mse)
 LAYOUTS = ("contiguous", "transposed", "every_second_row", "every_second_column", "expanded", "offset")
+FORMATS = [Format.nvfp4, *MX_FORMATS, *FP8_FORMATS]
+BLOCKS = {
+    **dict.fromkeys(MX_FORMATS, (Block.row_1x32, Block.tile_32x32)),
+    **dict.fromkeys(FP8_FORMATS, (Block.none, Block.none, Block.row_1x128, Block.tile_128x128)),
+    Format.nvfp4: (Block.row_1x16, Block.tile_16x16),
+}
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> OperandSpec:
     kind = draw(st.sampled_from(["plain", "plain", "plain", "hadamard", "hadamard", "rows", "four_over_six"]))
-    if kind == "rows":
-        return operand_spec(global_scale=GlobalScale.row)
-    block = draw(st.sampled_from(list(Block)[1:]))
+    format = Format.nvfp4 if kind == "four_over_six" else draw(st.sampled_from(FORMATS))
+    block = draw(st.sampled_from(BLOCKS[format]))
     if kind == "four_over_six":
         maximum = draw(st.sampled_from([256, 448]))
         return operand_spec(block=block, scale_rule=draw(st.sampled_from(FOUR_OVER_SIX)), block_scale_max=maximum)
-    signs = draw(st.sampled_from(list(HadamardSigns))) if kind == "hadamard" else None
-    return operand_spec(block=block, rounding=draw(st.sampled_from(list(Rounding))), hadamard=signs)
+    if kind == "rows" and format not in MX_FORMATS:
+        return format_spec(format, block=BLOCKS[format][0], global_scale=GlobalScale.row)
+    rules = {Format.nvfp4: ScaleRule.clip_safe, **dict.fromkeys(MX_FORMATS, ScaleRule.floor)}
+    chunks = [None, GlobalScale.block_128] if format is Format.nvfp4 else [None]
+    return format_spec(
+        format,
+        block=block,
+        global_scale=draw(st.sampled_from(chunks)),
+        rounding=draw(st.sampled_from(list(Rounding))),
+        scale_rule=draw(st.sampled_from([ScaleRule.amax, rules.get(format, ScaleRule.amax)])),
+        hadamard=draw(st.sampled_from(list(HadamardSigns))) if kind == "hadamard" else None,
+        hadamard_size=draw(st.sampled_from(HADAMARD_SIZES)),
+    )
 
 
 @st.composite
@@ -57,14 +84,15 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
 
 
 def whole_groups(x: torch.Tensor, spec: OperandSpec) -> torch.Tensor:
-    """Cut to multiples of 16 where the transform needs them."""
-    if not spec.hadamard_size:
+    """Repeat and cut to whole groups where the transform needs them."""
+    size = spec.hadamard_size
+    if not size:
         return x
-    rows, columns = (max(16, size // 16 * 16) for size in x.shape)
-    return x.repeat(2 if x.shape[0] < 16 else 1, 2 if x.shape[1] < 16 else 1).repeat(8, 8)[:rows, :columns]
+    rows, columns = (max(size, length // size * size) for length in x.shape)
+    return x.repeat(-(-rows // x.shape[0]), -(-columns // x.shape[1]))[:rows, :columns]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(x=matrices(), spec=specs(), direction=st.sampled_from(list(Direction)), key=st.integers(0, 2**64 - 1))
 def test_every_function_gives_the_bits_of_the_oracle(
     x: torch.Tensor, spec: OperandSpec, direction: Direction, key: int
@@ -72,13 +100,16 @@ def test_every_function_gives_the_bits_of_the_oracle(
     x = whole_groups(x, spec)
     stream = RandomStream(key, row_offset=key % 1000, column_offset=4 * (key % 77))
     stream = stream if spec.rounding is Rounding.stochastic else None
+    is_drawn = spec.hadamard_signs in (HadamardSigns.per_layer, HadamardSigns.per_call)
+    sign_mask = key * 0xF0E1D2C3B4A59687 & (1 << 128) - 1 if is_drawn else None
     results = []
     for backend in ("oracle", "compiled"):
         with use(backend):
-            amax = compute_amax(x, spec, direction=direction)
-            quantized = quantize(x, spec, direction=direction, stream=stream)
-            operand = quantize_operand(x, spec, direction=direction, stream=stream)
-            smaller = quantize_operand(x, spec, direction=direction, amax=amax / 3, stream=stream)
+            amax = compute_amax(x, spec, direction=direction, sign_mask=sign_mask)
+            how = {"direction": direction, "stream": stream, "sign_mask": sign_mask}
+            quantized = quantize(x, spec, **how)
+            operand = quantize_operand(x, spec, **how)
+            smaller = quantize_operand(x, spec, amax=amax / 3, **how)
             unpacked = gemm_operand(quantized)
             results.append(
                 {

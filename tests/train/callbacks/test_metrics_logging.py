@@ -56,6 +56,7 @@ def test_a_row_has_what_others_rely_on():
             "tokens_per_second": 4.0,
             "data/fake/tokens": 8,
             "data/fake/epochs": 0.02,
+            "precision/memory": 0,
         },
         {
             "step": 2,
@@ -66,6 +67,7 @@ def test_a_row_has_what_others_rely_on():
             "tokens_per_second": 4.0,
             "data/fake/tokens": 16,
             "data/fake/epochs": 0.04,
+            "precision/memory": 0,
             "val/loss": 2.0,
             "val/loss_bf16": 1.0,
         },
