@@ -14,11 +14,14 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
     In global coordinates (DTensors) and FP32, never a quantized copy, so any other layout can read them.
 
     Returns:
-        `model`: parameter name to master; `optimizer`: parameter name to its state by name (`exp_avg`, ...).
+        `model`: name to master, and to buffer (the routers' corrections, alike on all ranks); `optimizer`: parameter
+        name to its state by name (`exp_avg`, ...).
     """
     parameters = dict(model.named_parameters())
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {
-        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "model": {name: tensor.detach() for name, tensor in (parameters | buffers).items()},
         "optimizer": {
             name: {
                 key: value.detach() for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)

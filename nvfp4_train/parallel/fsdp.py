@@ -29,7 +29,7 @@ def apply_fsdp(model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype,
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for block in model.blocks.children():
+    for block in (*model.blocks.children(), *model.mtp.children()):
         # A few kilobytes: not worth a second gathering in backward.
         fully_shard(_fp32_modules(block), mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, mp_policy=in_compute_dtype, reshard_after_forward=reshard_after_forward)

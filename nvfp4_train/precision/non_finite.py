@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.linear import QuantizedLinear
 
 _FORWARD_OPERANDS = ("fprop.x", "fprop.w", "dgrad.w", "wgrad.x")
@@ -20,7 +21,7 @@ def find_non_finite_layer(model: nn.Module) -> str | None:
     Returns:
         For example ``blocks.3.mixer.in_proj: fprop.x``, or None if every record is finite.
     """
-    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedExperts)]
     records = [(linear, name) for linear in linears for name in _FORWARD_OPERANDS if name in linear.amax]
     records += [(linear, name) for linear in reversed(linears) for name in _BACKWARD_OPERANDS if name in linear.amax]
     if not records:
