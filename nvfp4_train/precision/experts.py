@@ -49,8 +49,9 @@ class QuantizedExperts(GroupedLinear):
         self._slices: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self._caches = [WeightCache() for _ in range(grouped.num_experts)]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each token by the transposed weight of its expert.
+        """Multiply each token by the transposed weight of its expert; not compiled, as in QuantizedLinear.
 
         Args:
             x: [T, in_features], sorted by expert.
@@ -110,8 +111,8 @@ class QuantizedExperts(GroupedLinear):
 
     def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
         largest = amax.amax(dim=0, keepdim=True)
-        is_same_step = self._amax_step.get(name) == step
-        self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
+        before = self.amax[name] if self._amax_step.get(name) == step else largest
+        self.amax[name] = torch.maximum(before, largest)  # in any case: a recomputed forward runs the same operations
         self._amax_step[name] = step
 
     def _forget(self) -> None:

@@ -96,8 +96,9 @@ class QuantizedLinear(nn.Linear):
         quantized.weight, quantized.bias = linear.weight, linear.bias
         return quantized.train(linear.training)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """Return x w^T + bias.
+        """Return x w^T + bias; a graph of its own under `torch.compile`, because the position changes every step.
 
         Args:
             x: [..., in_features]; the leading dims together are the tokens, a multiple of the recipe's block.
@@ -145,8 +146,8 @@ class QuantizedLinear(nn.Linear):
     def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
         """Keep the maximum over a step, which keeps a NaN of any of its microbatches."""
         largest = amax.amax(dim=0, keepdim=True)  # one per row, with global scales of rows
-        is_same_step = self._amax_step.get(name) == step
-        self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
+        before = self.amax[name] if self._amax_step.get(name) == step else largest
+        self.amax[name] = torch.maximum(before, largest)  # in any case: a recomputed forward runs the same operations
         self._amax_step[name] = step
 
     def _check_tokens(self, num_tokens: int, multiple: int) -> None:

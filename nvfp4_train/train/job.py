@@ -98,7 +98,13 @@ class Job:
             state = self.start.state()
             if not check_data(self.start, self._data_order(data)):
                 state.sequences = 0
-            engine = build_engine(self.prepared, mesh=self.mesh, engine_cfg=cfg.engine, optimizer_cfg=cfg.optimizer)
+            engine = build_engine(
+                self.prepared,
+                mesh=self.mesh,
+                parallel_cfg=cfg.parallel,
+                engine_cfg=cfg.engine,
+                optimizer_cfg=cfg.optimizer,
+            )
             stack.callback(engine.close)
             if self.start.checkpoint is not None:
                 engine.load(self.start.checkpoint)

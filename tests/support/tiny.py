@@ -7,7 +7,7 @@ import torch
 from nvfp4_train.config.engine import TorchEngineConfig
 from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
 from nvfp4_train.config.optimizer import AdamWConfig
-from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
 
@@ -56,8 +56,19 @@ def tiny_optimizer(**changes: float) -> AdamWConfig:
     return replace(cfg, **changes)
 
 
-def data_parallel(*, replicate: int = 1, shard: int = -1) -> ParallelConfig:
-    return ParallelConfig(dp_replicate_degree=replicate, dp_shard_degree=shard)
+def data_parallel(
+    *,
+    replicate: int = 1,
+    shard: int = -1,
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none,
+    compile: Compile = Compile.none,
+) -> ParallelConfig:
+    return ParallelConfig(
+        dp_replicate_degree=replicate,
+        dp_shard_degree=shard,
+        activation_checkpoint=activation_checkpoint,
+        compile=compile,
+    )
 
 
 def torch_engine(*, reshard_after_forward: bool = True) -> TorchEngineConfig:
