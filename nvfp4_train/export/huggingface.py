@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,9 +21,10 @@ from nvfp4_train.config.model import (
     Position,
 )
 from nvfp4_train.config.moe import Activation, MoeConfig, RouterScore
-from nvfp4_train.export.names import import_state
+from nvfp4_train.export.names import PREFIX, import_state
 
 LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+HEAD, EMBEDDING = "lm_head.weight", f"{PREFIX}.embeddings.weight"
 ACTIVATIONS = {"relu2": Activation.squared_relu, "gelu": Activation.gelu}
 # transformers does not write what has its default value.
 NEMOTRON_H_DEFAULTS: dict[str, Any] = {
@@ -78,7 +80,11 @@ def load_huggingface(folder: Path) -> LoadedModel:
             does not have.
     """
     cfg = model_config(_read_json(folder / "config.json"))
-    return LoadedModel(cfg=cfg, state=import_state(load_weights(folder), cfg))
+    tensors = load_weights(folder)
+    head, embedding = (tensors.get(name) for name in (HEAD, EMBEDDING))
+    if cfg.tie_embeddings and head is not None and (embedding is None or not torch.equal(head, embedding)):
+        cfg = replace(cfg, tie_embeddings=False)  # transformers 5.18 ties nothing in NemotronH, whatever the key says
+    return LoadedModel(cfg=cfg, state=import_state(tensors, cfg))
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
