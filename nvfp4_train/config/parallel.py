@@ -50,7 +50,9 @@ class ParallelConfig:
             ),
             Rule(
                 "activation_checkpoint",
-                lambda: self.activation_checkpoint is not ActivationCheckpoint.selective or self.compile is Compile.none,
+                lambda: (
+                    self.activation_checkpoint is not ActivationCheckpoint.selective or self.compile is Compile.none
+                ),
                 "selective checkpointing does not see the operations of a compiled block",
                 "use block or none with compile: block, or compile: none",
             ),

@@ -1,6 +1,4 @@
-"""The precision pass: every Linear of a model becomes a QuantizedLinear, and every group of experts' Linears a
-QuantizedExperts.
-"""
+"""The precision pass: Linears become QuantizedLinears, the grouped Linears of experts QuantizedExperts."""
 
 import torch
 from torch import nn
