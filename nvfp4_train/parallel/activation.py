@@ -3,8 +3,14 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.model.hybrid import HybridLM
@@ -24,6 +30,12 @@ KEPT_OPERATIONS = frozenset(
         "nvfp4_train::gemm_bf16",
         "nvfp4_train::gemm_fp32",
     }
+)
+
+
+# FSDP's hooks inside a block name their spans for the profiler, in backward more often than in forward.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
 )
 
 
