@@ -32,7 +32,7 @@ class Documents:
     positions: Tensor
     one_per_row: bool
     spans: tuple[Span, ...] | None = None
-    _block_masks: dict[int, BlockMask] = field(default_factory=dict, repr=False, compare=False)
+    _block_masks: dict[int, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_mask(self, *, window_tokens: int = 0) -> Tensor:
         """Return [B, S, S] bool: may the query (dim 1) see the key (dim 2)?
