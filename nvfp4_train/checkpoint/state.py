@@ -16,12 +16,14 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
     In global coordinates (DTensors) and FP32, never a quantized copy, so any other layout can read them.
 
     Returns:
-        `model`: parameter name to master, and the amax histories of delayed scaling; `optimizer`: parameter name to its
-        state by name (`exp_avg`, ...).
+        `model`: name to master, to buffer (the routers' corrections, alike on all ranks), and to amax history of
+        delayed scaling; `optimizer`: parameter name to its state by name (`exp_avg`, ...).
     """
     parameters = dict(model.named_parameters())
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {
-        "model": {name: parameter.detach() for name, parameter in parameters.items()} | named_histories(model),
+        "model": {name: tensor.detach() for name, tensor in (parameters | buffers).items()} | named_histories(model),
         "optimizer": {
             name: {
                 key: value.detach() for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)

@@ -22,7 +22,7 @@ KEYS = {
     "run.seed": "of initialization, data order and stochastic rounding",
     "batch.global_batch_size": "sequences of one step; batch.micro_batch_size of them at a time on one rank",
     "batch.sequence_length": "tokens of one sequence",
-    "model.pattern": "one letter a block: M Mamba-2, * attention, - MLP",
+    "model.pattern": "one letter a block: M Mamba-2, * attention, - MLP, E experts",
     "model.d_model": "width of the residual stream",
     "recipe.keep_bf16.last_blocks": "trailing blocks that stay in BF16",
     "scheduler.max_lr": "learning rate after warm-up",

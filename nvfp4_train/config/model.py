@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nvfp4_train.config.pattern import PATTERN_FIX, LayerKind, parse_pattern, pattern_fault
+from nvfp4_train.config.moe import Activation, MoeConfig
+from nvfp4_train.config.pattern import PATTERN_FIX, LayerKind, LayerPattern, pattern_fault
 from nvfp4_train.config.problem import Rule, check, not_negative, positive
 
 
@@ -21,17 +22,11 @@ class Position(StrEnum):
     rope = "rope"
 
 
-class Activation(StrEnum):
-    """Non-linearity of the MLP."""
-
-    squared_relu = "squared_relu"
-    swiglu = "swiglu"
-
-
 @dataclass(kw_only=True, slots=True)
 class MambaConfig:
     """Mamba-2 block; its inner width is ``num_heads * d_head``.
 
+    ``conv_bias`` belongs to the convolution, ``proj_bias`` to in_proj and out_proj.
     ``dt_init_min``, ``dt_init_max`` and ``dt_init_floor`` shape the initialization only; ``dt_min`` and ``dt_max``
     clamp dt after softplus in every forward.
     """
@@ -43,6 +38,7 @@ class MambaConfig:
     d_conv: int
     chunk_size: int
     conv_bias: bool
+    proj_bias: bool
     norm_group: NormGroup
     dt_init_min: float
     dt_init_max: float
@@ -85,18 +81,35 @@ class MambaConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention; key-value head j serves query heads ``j*r`` to ``j*r + r-1``."""
+    """Grouped-query attention; key-value head j serves query heads ``j*r`` to ``j*r + r-1``.
+
+    Args:
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        d_head: Width of a head.
+        position: Position encoding.
+        rope_theta: Base of the wavelengths, with rope only.
+        qk_norm: Whether queries and keys are RMS-normalized per head, before the position encoding.
+        window_tokens: Tokens that a query sees, itself included; 0: all of its document so far.
+        qkv_bias: Whether the projection to queries, keys and values has a bias.
+        output_bias: Whether the output projection has a bias.
+    """
 
     num_heads: int
     num_kv_heads: int
     d_head: int
     position: Position
     rope_theta: float
+    qk_norm: bool
+    window_tokens: int
+    qkv_bias: bool
+    output_bias: bool
 
     def __post_init__(self) -> None:
         check(
             self,
             *positive(self, "num_heads", "num_kv_heads", "d_head", "rope_theta"),
+            *not_negative(self, "window_tokens"),
             Rule(
                 "num_heads",
                 lambda: self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads == 0,
@@ -114,13 +127,30 @@ class AttentionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MlpConfig:
-    """Feed-forward block."""
+    """Feed-forward block; ``bias`` belongs to all of its projections."""
 
     d_ff: int
     activation: Activation
+    bias: bool
 
     def __post_init__(self) -> None:
         check(self, *positive(self, "d_ff"))
+
+
+@dataclass(kw_only=True, slots=True)
+class MtpConfig:
+    """Multi-token prediction; how many depths there are and of which blocks is in ``pattern``.
+
+    Args:
+        loss_weight: Weight of the mean over depths of their losses, beside the loss of the next token.
+        share_depths: Whether all depths have the same weights.
+    """
+
+    loss_weight: float
+    share_depths: bool
+
+    def __post_init__(self) -> None:
+        check(self, *not_negative(self, "loss_weight"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,13 +158,15 @@ class ModelConfig:
     """A language model made of residual blocks, one letter of ``pattern`` each.
 
     Args:
-        pattern: ``M`` Mamba-2, ``*`` attention, ``-`` MLP.
+        pattern: ``M`` Mamba-2, ``*`` attention, ``-`` MLP, ``E`` mixture of experts; ``|`` between pipeline segments,
+            ``/`` before each multi-token-prediction depth.
         d_model: Width of the residual stream.
         vocab_size: Rows of the embedding and of the output head.
         norm_eps: Epsilon of every RMSNorm.
         tie_embeddings: Whether the output head shares the embedding's weight.
         init_std: Standard deviation of the normal initialization of matrices.
         rescale_prenorm_residual: Whether projections into the residual stream are divided by sqrt(number of blocks).
+        residual_fp32: Whether the residual stream is FP32 whatever the activation dtype.
     """
 
     pattern: str
@@ -144,9 +176,12 @@ class ModelConfig:
     tie_embeddings: bool
     init_std: float
     rescale_prenorm_residual: bool
+    residual_fp32: bool
     mamba: MambaConfig
     attention: AttentionConfig
     mlp: MlpConfig
+    moe: MoeConfig
+    mtp: MtpConfig
 
     def __post_init__(self) -> None:
         check(
@@ -162,6 +197,11 @@ class ModelConfig:
         )
 
     @property
+    def layer_pattern(self) -> LayerPattern:
+        """The pattern, parsed."""
+        return LayerPattern.parse(self.pattern)
+
+    @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each block, in order."""
-        return parse_pattern(self.pattern)
+        """The kind of each block of the main model, in order."""
+        return self.layer_pattern.layers

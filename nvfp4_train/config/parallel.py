@@ -1,8 +1,24 @@
-"""How a run is spread over ranks."""
+"""How a run is spread over ranks, and what a rank trades memory and compile time for."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from nvfp4_train.config.problem import Rule, check, positive
+
+
+class ActivationCheckpoint(StrEnum):
+    """What is kept between forward and backward."""
+
+    none = "none"  # everything that backward needs
+    block = "block"  # the input of each block; the rest is recomputed
+    selective = "selective"  # results of matrix products; what lies between is recomputed
+
+
+class Compile(StrEnum):
+    """What ``torch.compile`` sees."""
+
+    none = "none"
+    block = "block"  # each residual block; its Linears stay as they are
 
 
 @dataclass(kw_only=True, slots=True)
@@ -13,10 +29,14 @@ class ParallelConfig:
         dp_replicate_degree: Copies of the (sharded) model.
         dp_shard_degree: Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 takes what
             is left.
+        activation_checkpoint: What is kept between forward and backward.
+        compile: What is compiled.
     """
 
     dp_replicate_degree: int
     dp_shard_degree: int
+    activation_checkpoint: ActivationCheckpoint
+    compile: Compile
 
     def __post_init__(self) -> None:
         check(
@@ -27,5 +47,13 @@ class ParallelConfig:
                 lambda: self.dp_shard_degree == -1 or self.dp_shard_degree >= 1,
                 "must be -1 or at least 1",
                 "use -1 to take the ranks that are left",
+            ),
+            Rule(
+                "activation_checkpoint",
+                lambda: (
+                    self.activation_checkpoint is not ActivationCheckpoint.selective or self.compile is Compile.none
+                ),
+                "selective checkpointing does not see the operations of a compiled block",
+                "use block or none with compile: block, or compile: none",
             ),
         )

@@ -144,11 +144,13 @@ class KeepBf16:
         last_blocks: The same for trailing blocks.
         modules: Globs over module names (``lm_head``, ``blocks.*.mixer.out_proj``); one that matches nothing is an
             error.
+        mtp: Whether all Linears of the multi-token-prediction depths stay; first and last blocks do not count them.
     """
 
     first_blocks: int
     last_blocks: int
     modules: list[str]
+    mtp: bool = True
 
     def __post_init__(self) -> None:
         check(self, *not_negative(self, "first_blocks", "last_blocks"))

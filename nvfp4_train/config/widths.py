@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nvfp4_train.config.model import Activation, ModelConfig
-from nvfp4_train.config.pattern import LayerKind, known_kinds
+from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.moe import Activation
+from nvfp4_train.config.pattern import DEPTH, LayerKind, count_blocks, known_kinds, known_mtp_kinds
 from nvfp4_train.config.recipe import KeepBf16
 
 
@@ -60,14 +61,27 @@ WIDTHS = (
         "columns of o_proj, num_heads * d_head",
         ("*.o_proj",),
     ),
-    Width("model.mlp.d_ff", lambda model: model.mlp.d_ff, "the MLP", ("*.up_proj", "*.gate_proj", "*.down_proj")),
+    Width(
+        "model.mlp.d_ff",
+        lambda model: model.mlp.d_ff,
+        "the MLP",
+        ("*.mixer.up_proj", "*.mixer.gate_proj", "*.mixer.down_proj"),
+    ),
+    Width("model.moe.d_ff", lambda model: model.moe.d_ff, "a routed expert", ("*.experts.*",)),
+    Width("model.moe.shared_d_ff", lambda model: model.moe.shared_d_ff, "the shared experts", ("*.shared_experts.*",)),
+    Width(
+        "model.moe.d_latent",
+        lambda model: model.moe.d_latent,
+        "what routed experts read and write",
+        ("*.fc1_latent_proj", "*.fc2_latent_proj"),
+    ),
     Width("model.vocab_size", lambda model: model.vocab_size, "rows of lm_head", ("lm_head",)),
 )
 
 
 def quantized_linears(model: ModelConfig, keep: KeepBf16) -> list[str]:
     """Return the names of the Linears that ``keep`` leaves to the recipe, without blocks whose letter is unknown."""
-    num_blocks = len(model.pattern)
+    num_blocks = count_blocks(model.pattern)
     names = [
         f"blocks.{index}.mixer.{linear}"
         for index, kind in known_kinds(model.pattern).items()
@@ -75,15 +89,38 @@ def quantized_linears(model: ModelConfig, keep: KeepBf16) -> list[str]:
         for linear in _mixer_linears(kind, model)
     ]
     names += [] if model.tie_embeddings else ["lm_head"]
+    names += [] if keep.mtp else _mtp_linears(model)
     return [name for name in names if not any(fnmatchcase(name, glob) for glob in keep.modules)]
 
 
-def _mixer_linears(kind: LayerKind, model: ModelConfig) -> tuple[str, ...]:
+def _mtp_linears(model: ModelConfig) -> list[str]:
+    num_depths = model.pattern.count(DEPTH)
+    if not num_depths:
+        return []
+    inner = [
+        f"blocks.{index}.mixer.{linear}"
+        for index, kind in known_mtp_kinds(model.pattern).items()
+        for linear in _mixer_linears(kind, model)
+    ]
+    own = range(1 if model.mtp.share_depths else num_depths)
+    return [f"mtp.{depth}.{name}" for depth in own for name in ["eh_proj", *inner]]
+
+
+def _mixer_linears(kind: LayerKind, model: ModelConfig) -> list[str]:
     match kind:
         case LayerKind.mamba:
-            return ("in_proj", "out_proj")
+            return ["in_proj", "out_proj"]
         case LayerKind.attention:
-            return ("qkv_proj", "o_proj")
+            return ["qkv_proj", "o_proj"]
         case LayerKind.mlp:
-            gated = model.mlp.activation is Activation.swiglu
-            return ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
+            return _mlp_linears(model.mlp.activation)
+        case LayerKind.moe:
+            names = [f"experts.{name}" for name in _mlp_linears(model.moe.activation)]
+            if model.moe.shared_d_ff:
+                names += [f"shared_experts.{name}" for name in _mlp_linears(model.moe.activation)]
+            return names + (["fc1_latent_proj", "fc2_latent_proj"] if model.moe.d_latent else [])
+
+
+def _mlp_linears(activation: Activation) -> list[str]:
+    gate = ["gate_proj"] if activation is Activation.swiglu else []
+    return [*gate, "up_proj", "down_proj"]

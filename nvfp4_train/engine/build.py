@@ -7,6 +7,7 @@ import torch
 from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
+from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.engine.base import Engine
 from nvfp4_train.engine.torch_engine import TorchEngine
@@ -47,13 +48,24 @@ def prepare_model(model_cfg: ModelConfig, recipe_cfg: RecipeConfig, *, seed: int
 
 
 def build_engine(
-    prepared: PreparedModel, *, mesh: Mesh, engine_cfg: EngineConfig, optimizer_cfg: OptimizerConfig
+    prepared: PreparedModel,
+    *,
+    mesh: Mesh,
+    parallel_cfg: ParallelConfig,
+    engine_cfg: EngineConfig,
+    optimizer_cfg: OptimizerConfig,
 ) -> Engine:
     """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it."""
     match engine_cfg:
         case TorchEngineConfig():
             model = prepared.model
-            parallelize(model, mesh=mesh, engine_cfg=engine_cfg, compute_dtype=model.compute_dtype)
+            parallelize(
+                model,
+                mesh=mesh,
+                parallel_cfg=parallel_cfg,
+                engine_cfg=engine_cfg,
+                compute_dtype=model.compute_dtype,
+            )
             materialize(model, mesh=mesh, seed=prepared.seed)
             return TorchEngine(
                 model,

@@ -14,6 +14,7 @@ from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.base import Forward, LossSum
 from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import apply_update
 from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
 from nvfp4_train.parallel.fsdp import prepare_backward, reshard
@@ -74,7 +75,9 @@ class TorchEngine:
         norm = global_grad_norm(parameters)
         if self._max_grad_norm:
             clip_gradients(parameters, norm=norm, max_norm=self._max_grad_norm)
-        apply_update(self._optimizer, lr=lr, weight_decay=weight_decay, skip=(~norm.isfinite()).to(torch.float32))
+        skip = (~norm.isfinite()).to(torch.float32)
+        apply_update(self._optimizer, lr=lr, weight_decay=weight_decay, skip=skip)
+        balance_experts(self.model, sum_over_data=self.mesh.sum_over_data, skip=skip)
         self.step += 1
         end_step(self.model, largest_over_ranks=self.mesh.max_over_data)
         if self._after_step is not None:

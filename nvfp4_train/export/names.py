@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_train.config.model import Activation, AttentionConfig, MambaConfig, ModelConfig
+from nvfp4_train.config.model import AttentionConfig, MambaConfig, ModelConfig
+from nvfp4_train.config.moe import Activation, MoeConfig, RouterScore
 from nvfp4_train.config.pattern import LayerKind
 
 PREFIX = "backbone"  # on disk; what transformers, ModelOpt, vLLM and TensorRT-LLM write and read
+MTP_PREFIX = "mtp."  # of multi-token prediction, in both; transformers has no such modules and skips these tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class Entry:
         order: [rows] int64: row i of their concatenation is our row ``order[i]``; None if the rows agree.
         rows: Rows of each of their tensors.
         is_conv: Whether they hold [C, 1, K] where we hold [C, K].
+        is_stacked: Whether each of their tensors is one slice of ours along a dim of its own, instead of some rows.
     """
 
     ours: str
@@ -29,6 +32,7 @@ class Entry:
     order: Tensor | None = None
     rows: tuple[int, ...] = ()
     is_conv: bool = False
+    is_stacked: bool = False
 
     def export_value(self, value: Tensor) -> dict[str, Tensor]:
         """Turn our tensor into theirs."""
@@ -36,24 +40,28 @@ class Entry:
             value = value[self.order.to(value.device)]
         if self.is_conv:
             value = value.unsqueeze(1)
-        parts = value.split(self.rows) if self.rows else (value,)
+        if self.is_stacked:
+            parts = value.unbind()
+        else:
+            parts = value.split(self.rows) if self.rows else (value,)
         return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
     def import_value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Turn their tensors into ours."""
-        value = torch.cat([tensors[name] for name in self.theirs])
+        parts = [tensors[name] for name in self.theirs]
+        value = torch.stack(parts) if self.is_stacked else torch.cat(parts)
         if self.is_conv:
             value = value.squeeze(1)
         return value if self.order is None else value[self.order.argsort().to(value.device)]
 
 
 def name_table(cfg: ModelConfig) -> list[Entry]:
-    """List every parameter of ``HybridLM(cfg)`` with its Hugging Face counterpart.
+    """List every parameter and buffer of ``HybridLM(cfg)`` with its Hugging Face counterpart.
 
-    NemotronH and Mamba2 agree on every name that both have.
+    NemotronH and Mamba2 agree on every name that both have. Multi-token prediction is left out.
 
     Raises:
-        ValueError: for a model that these formats cannot hold (a SwiGLU MLP).
+        ValueError: for a model that these formats cannot hold (a SwiGLU MLP, attention with RoPE).
     """
     entries = [Entry(ours="embedding.weight", theirs=(f"{PREFIX}.embeddings.weight",))]
     for index, kind in enumerate(cfg.layer_kinds):
@@ -69,10 +77,13 @@ def name_table(cfg: ModelConfig) -> list[Entry]:
 def export_state(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
     """Rename and reorder the parameters of ``HybridLM(cfg)`` as Hugging Face stores them.
 
+    Multi-token prediction is left out: transformers has no modules for it.
+
     Raises:
         ValueError: if ``state`` lacks a parameter or holds an unknown one.
     """
     table = name_table(cfg)
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(MTP_PREFIX)}
     _require_names(state, [entry.ours for entry in table])
     exported: dict[str, Tensor] = {}
     for entry in table:
@@ -83,7 +94,8 @@ def export_state(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Ten
 def import_state(tensors: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
     """Rename and reorder Hugging Face's tensors into the parameters of ``HybridLM(cfg)``.
 
-    The prefix ``model.`` is accepted for ``backbone.``.
+    The prefix ``model.`` is accepted for ``backbone.``. Tensors of multi-token prediction are skipped, as transformers
+    does.
 
     Raises:
         ValueError: if a tensor is missing or unknown.
@@ -91,6 +103,7 @@ def import_state(tensors: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
     tensors = {
         f"{PREFIX}.{name.removeprefix('model.')}" if name.startswith("model.") else name: t
         for name, t in tensors.items()
+        if not name.startswith(MTP_PREFIX)
     }
     if cfg.tie_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -106,9 +119,9 @@ def _mixer_entries(kind: LayerKind, *, cfg: ModelConfig, ours: str, theirs: str)
         case LayerKind.attention:
             return _attention_entries(cfg.attention, ours=ours, theirs=theirs)
         case LayerKind.mlp:
-            if cfg.mlp.activation is not Activation.squared_relu:
-                raise ValueError(f"NemotronH holds squared_relu MLPs only, got {cfg.mlp.activation}")
-            return _same(ours, theirs, ("up_proj.weight", "down_proj.weight"))
+            return _linears(ours, theirs, _mlp_names(cfg.mlp.activation), bias=cfg.mlp.bias)
+        case LayerKind.moe:
+            return _moe_entries(cfg.moe, ours=ours, theirs=theirs)
 
 
 def _mamba_entries(cfg: MambaConfig, *, ours: str, theirs: str) -> list[Entry]:
@@ -122,11 +135,21 @@ def _mamba_entries(cfg: MambaConfig, *, ours: str, theirs: str) -> list[Entry]:
     ]
     if cfg.conv_bias:
         entries.append(Entry(ours=f"{ours}.conv1d.bias", theirs=(f"{theirs}.conv1d.bias",), order=convolve))
+    if cfg.proj_bias:
+        entries.append(Entry(ours=f"{ours}.in_proj.bias", theirs=(f"{theirs}.in_proj.bias",), order=project))
     entries += [Entry(ours=f"{ours}.scan.{name}", theirs=(f"{theirs}.{name}",)) for name in ("A_log", "D", "dt_bias")]
-    return entries + _same(ours, theirs, ("norm.weight", "out_proj.weight"))
+    return [
+        *entries,
+        *_same(ours, theirs, ("norm.weight",)),
+        *_linears(ours, theirs, ("out_proj",), bias=cfg.proj_bias),
+    ]
 
 
 def _attention_entries(cfg: AttentionConfig, *, ours: str, theirs: str) -> list[Entry]:
+    plain = {"position": "none", "qk_norm": False, "window_tokens": 0, "qkv_bias": False, "output_bias": False}
+    for option, value in plain.items():
+        if getattr(cfg, option) != value:
+            raise ValueError(f"NemotronH has attention with {option} = {value!r} only, got {getattr(cfg, option)!r}")
     query = cfg.num_heads // cfg.num_kv_heads * cfg.d_head
     qkv = Entry(
         ours=f"{ours}.qkv_proj.weight",
@@ -135,6 +158,40 @@ def _attention_entries(cfg: AttentionConfig, *, ours: str, theirs: str) -> list[
         rows=tuple(rows * cfg.num_kv_heads for rows in (query, cfg.d_head, cfg.d_head)),
     )
     return [qkv, *_same(ours, theirs, ("o_proj.weight",))]
+
+
+def _moe_entries(cfg: MoeConfig, *, ours: str, theirs: str) -> list[Entry]:
+    if cfg.score is not RouterScore.sigmoid:
+        raise ValueError(f"NemotronH has sigmoid routers only, got {cfg.score}")
+    names = _mlp_names(cfg.activation)
+    entries = [
+        Entry(ours=f"{ours}.router.{name}", theirs=(f"{theirs}.gate.{name}",))
+        for name in ("weight", "e_score_correction_bias")
+    ]
+    entries += [
+        Entry(
+            ours=f"{ours}.experts.{name}.weight",
+            theirs=tuple(f"{theirs}.experts.{index}.{name}.weight" for index in range(cfg.num_experts)),
+            is_stacked=True,
+        )
+        for name in names
+    ]
+    if cfg.shared_d_ff:
+        entries += _same(ours, theirs, tuple(f"shared_experts.{name}.weight" for name in names))
+    if cfg.d_latent:
+        entries += _same(ours, theirs, ("fc1_latent_proj.weight", "fc2_latent_proj.weight"))
+    return entries
+
+
+def _mlp_names(activation: Activation) -> tuple[str, str]:
+    if activation is Activation.swiglu:
+        raise ValueError("NemotronH holds MLPs without a gate only, got swiglu")
+    return ("up_proj", "down_proj")
+
+
+def _linears(ours: str, theirs: str, names: tuple[str, ...], *, bias: bool) -> list[Entry]:
+    parameters = ("weight", "bias") if bias else ("weight",)
+    return _same(ours, theirs, tuple(f"{name}.{parameter}" for name in names for parameter in parameters))
 
 
 def _same(ours: str, theirs: str, names: tuple[str, ...]) -> list[Entry]:

@@ -9,6 +9,18 @@ from torch import Tensor, nn
 
 from nvfp4_train.config.model import MambaConfig, ModelConfig
 
+MATRICES = (
+    "embedding",
+    "lm_head",
+    "in_proj",
+    "qkv_proj",
+    "up_proj",
+    "gate_proj",
+    "router",
+    "fc1_latent_proj",
+    "eh_proj",
+)
+NORMS = ("norm", "final_norm", "q_norm", "k_norm", "enorm", "hnorm")
 A_RANGE = (1.0, 16.0)  # decay rates A of the heads are uniform in it
 
 
@@ -21,7 +33,7 @@ def copy_value(parameter: nn.Parameter, value: Tensor) -> None:
 def init_parameters(
     model: nn.Module, cfg: ModelConfig, *, seed: int, write: Callable[[nn.Parameter, Tensor], None] = copy_value
 ) -> None:
-    """Give every parameter its initial value.
+    """Give every parameter, and every buffer, its initial value.
 
     Each value is drawn on the CPU from a generator seeded by (seed, parameter name): it depends neither on the order of
     parameters, nor on what else the model holds, nor on how the model is laid out over devices.
@@ -34,6 +46,8 @@ def init_parameters(
     """
     for name, parameter in model.named_parameters():
         write(parameter, initial_value(name, shape=parameter.shape, cfg=cfg, seed=seed))
+    for buffer in model.buffers():  # the routers' corrections and counts
+        buffer.zero_()
 
 
 def initial_value(name: str, *, shape: torch.Size, cfg: ModelConfig, seed: int) -> Tensor:
@@ -50,13 +64,17 @@ def initial_value(name: str, *, shape: torch.Size, cfg: ModelConfig, seed: int) 
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     rng = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     match name.split(".")[-2:]:
-        case ["embedding" | "lm_head" | "in_proj" | "qkv_proj" | "up_proj" | "gate_proj", "weight"]:
-            return _normal(shape, std=cfg.init_std, rng=rng)
-        case ["out_proj" | "o_proj" | "down_proj", "weight"]:
-            shrink = math.sqrt(len(cfg.pattern)) if cfg.rescale_prenorm_residual else 1.0
+        case ["out_proj" | "o_proj" | "down_proj" | "fc2_latent_proj", "weight"]:
+            shrink = math.sqrt(len(cfg.layer_kinds)) if cfg.rescale_prenorm_residual else 1.0
             return _normal(shape, std=cfg.init_std / shrink, rng=rng)
-        case ["norm" | "final_norm", "weight"] | ["scan", "D"]:
+        case [module, "weight"] if module in MATRICES:
+            return _normal(shape, std=cfg.init_std, rng=rng)
+        case [module, "weight"] if module in NORMS:
             return torch.ones(shape)
+        case ["scan", "D"]:
+            return torch.ones(shape)
+        case [module, "bias"] if module.endswith("_proj"):
+            return torch.zeros(shape)
         case ["conv1d", "weight" | "bias"]:  # the default of nn.Conv1d: Kaiming uniform with a = sqrt(5), fan-in = taps
             bound = 1 / math.sqrt(cfg.mamba.d_conv)
             return _uniform(shape, low=-bound, high=bound, rng=rng)

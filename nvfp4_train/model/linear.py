@@ -1,5 +1,8 @@
-"""The Linear that every GEMM of the model goes through."""
+"""The Linears that every GEMM of the model goes through."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -7,12 +10,92 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """An ``nn.Linear`` whose FP32 master weight is cast to the activation's dtype in forward.
 
-    The precision pass replaces instances by their quantized counterpart, under the same parameter name.
+    The precision pass replaces instances by their quantized counterpart, under the same parameter names.
     """
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply [..., in_features] by the transposed weight, in the dtype of ``x``."""
-        return F.linear(x, self.weight.to(x.dtype))
+        """Multiply [..., in_features] by the transposed weight and add the bias, in the dtype of ``x``."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class GroupedLinear(nn.Module):
+    """One Linear without bias per expert: each token goes through the Linear of the expert that it was sent to.
+
+    The precision pass replaces instances by their quantized counterpart, under the same parameter name.
+
+    Args:
+        num_experts: Linears.
+        in_features: Width of a token.
+        out_features: Width of the result.
+        uses_per_token: Experts that each token of the model is sent to; for counting FLOPs.
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, *, uses_per_token: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.uses_per_token = uses_per_token
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply each token by the transposed weight of its expert, in the dtype of ``x``.
+
+        Args:
+            x: [T, in_features], sorted by expert.
+            ends: [num_experts] int32, the end of each expert's tokens; the last one is T.
+
+        Returns:
+            [T, out_features].
+        """
+        return grouped_linear(x, self.weight, ends)
+
+    def extra_repr(self) -> str:
+        """Add the shape to what ``print(model)`` shows."""
+        return f"{self.num_experts} x ({self.in_features} -> {self.out_features})"
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return ``x[i] @ weight[e].T`` for every token i of every expert e; see ``GroupedLinear``.
+
+    The gradient of ``weight`` is FP32 for FP32 and BF16 weights.
+    """
+    if weight.requires_grad and weight.dtype is torch.bfloat16:  # as FSDP2 hands it out
+        weight.grad_dtype = torch.float32
+    return _GroupedLinear.apply(x, weight, ends)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return _grouped_mm(x, weight.to(x.dtype).mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad_y = grad_y.contiguous()
+        grad_x = _grouped_mm(grad_y, weight.to(x.dtype), ends) if ctx.needs_input_grad[0] else None
+        grad_weight = _grouped_outer(grad_y, x, ends) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[T, K] x [E, K, N] -> [T, N]."""
+    if x.dtype is not torch.float64:
+        return F.grouped_mm(x, weight, offs=ends)
+    parts = torch.tensor_split(x, ends[:-1].long())  # PyTorch 2.13 groups no FP64
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+
+def _grouped_outer(grad_y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """[T, N], [T, K] -> [E, N, K], summed over the tokens of each expert, in FP32 or the wider dtype of ``x``."""
+    if x.dtype is torch.float64:
+        pairs = zip(torch.tensor_split(grad_y, ends[:-1].long()), torch.tensor_split(x, ends[:-1].long()), strict=True)
+        return torch.stack([dy.T @ part for dy, part in pairs])
+    if x.device.type == "cpu":  # products of BF16 are exact in FP32; on CUDA only BF16 comes back from BF16
+        grad_y, x = grad_y.float(), x.float()
+    return F.grouped_mm(grad_y.mT, x, offs=ends).float()

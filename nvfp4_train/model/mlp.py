@@ -3,42 +3,44 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvfp4_train.config.model import Activation, MlpConfig
+from nvfp4_train.config.model import MlpConfig
+from nvfp4_train.config.moe import Activation
 from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.linear import Linear
 
 
-class SquaredReluMlp(nn.Module):
-    """``down(relu(up(h))^2)``, without a gate. Source: Primer, https://arxiv.org/abs/2109.08668."""
+class Mlp(nn.Module):
+    """``down(activate(up(h)))``; with SwiGLU, ``gate_proj`` gates the result of ``up_proj``."""
 
-    def __init__(self, d_model: int, *, d_ff: int) -> None:
+    def __init__(self, d_model: int, *, d_ff: int, activation: Activation, bias: bool) -> None:
         super().__init__()
-        self.up_proj = Linear(d_model, d_ff)
-        self.down_proj = Linear(d_ff, d_model)
+        self.activation = activation
+        self.gate_proj = Linear(d_model, d_ff, bias=bias) if activation is Activation.swiglu else None
+        self.up_proj = Linear(d_model, d_ff, bias=bias)
+        self.down_proj = Linear(d_ff, d_model, bias=bias)
 
     def forward(self, h: Tensor, documents: Documents) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
-        return self.down_proj(F.relu(self.up_proj(h)).square())
+        """Map [..., D] to [..., D]; tokens do not see each other."""
+        gate = None if self.gate_proj is None else self.gate_proj(h)
+        return self.down_proj(activate(self.up_proj(h), gate, activation=self.activation))
 
 
-class SwigluMlp(nn.Module):
-    """``down(silu(gate(h)) * up(h))``. Source: https://arxiv.org/abs/2002.05202."""
+def activate(up: Tensor, gate: Tensor | None, *, activation: Activation) -> Tensor:
+    """Apply the non-linearity between two projections; only SwiGLU has a gate.
 
-    def __init__(self, d_model: int, *, d_ff: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(d_model, d_ff)
-        self.up_proj = Linear(d_model, d_ff)
-        self.down_proj = Linear(d_ff, d_model)
-
-    def forward(self, h: Tensor, documents: Documents) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
-        return self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
-
-
-def build_mlp(cfg: MlpConfig, *, d_model: int) -> nn.Module:
-    """Make the feed-forward mixer that ``cfg.activation`` names."""
-    match cfg.activation:
+    Source: squared ReLU, Primer, https://arxiv.org/abs/2109.08668; SwiGLU, https://arxiv.org/abs/2002.05202; GELU,
+    https://arxiv.org/abs/1606.08415, with the exact error function.
+    """
+    match activation:
         case Activation.squared_relu:
-            return SquaredReluMlp(d_model, d_ff=cfg.d_ff)
+            return F.relu(up).square()
+        case Activation.gelu:
+            return F.gelu(up)
         case Activation.swiglu:
-            return SwigluMlp(d_model, d_ff=cfg.d_ff)
+            assert gate is not None
+            return F.silu(gate) * up
+
+
+def build_mlp(cfg: MlpConfig, *, d_model: int) -> Mlp:
+    """Make the feed-forward mixer."""
+    return Mlp(d_model, d_ff=cfg.d_ff, activation=cfg.activation, bias=cfg.bias)

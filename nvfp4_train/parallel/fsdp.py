@@ -30,7 +30,7 @@ def apply_fsdp(model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype,
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for block in model.blocks.children():
+    for block in (*model.blocks.children(), *model.mtp.children()):
         if compute_dtype is not torch.float32:
             # A few kilobytes: not worth a second gathering in backward.
             fully_shard(_fp32_modules(block), mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)

@@ -1,4 +1,4 @@
-"""The precision pass: every Linear of a model becomes a QuantizedLinear."""
+"""The precision pass: Linears become QuantizedLinears, the grouped Linears of experts QuantizedExperts."""
 
 from functools import partial
 
@@ -7,8 +7,10 @@ from torch import nn
 
 from nvfp4_train.config.problem import Problem, require
 from nvfp4_train.config.recipe import ComputeDtype, DgradRow, FpropRow, LinearRecipe, RecipeConfig, WgradRow
+from nvfp4_train.model.linear import GroupedLinear
 from nvfp4_train.numerics.spec import Block, Format, GemmMode, OperandSpec, Rounding
 from nvfp4_train.precision.coverage import CoverageRow, PrecisionPlan, low_precision_gemms
+from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.extensions import after_step, extension_problems, list_extensions
 from nvfp4_train.precision.linear import LinearPrecision, QuantizedLinear
 from nvfp4_train.precision.position import RoundingPosition
@@ -18,7 +20,7 @@ TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat
 
 
 def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> PrecisionPlan:
-    """Swap every Linear of `model` for a QuantizedLinear in place; works on the meta device, before sharding.
+    """Swap every Linear of `model` for its quantized counterpart in place; works on the meta device, before sharding.
 
     Parameters are handed over, not copied, and keep their names. `model.compute_dtype` becomes the recipe's.
 
@@ -34,7 +36,7 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
         ConfigError: with all rules that match nothing, all Linears whose dims the recipe's blocks do not divide, and
             all extensions that cannot be found or called.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | GroupedLinear)}
     names, num_blocks = list(linears), len(model.blocks)  # type: ignore[arg-type]
     placements = place_linears(names, cfg.keep_bf16, num_blocks=num_blocks, recipe_name=cfg.name)
     extensions = list_extensions(cfg)
@@ -56,7 +58,7 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
             high_precision=compute_recipe,
             gemm=cfg.gemm,
         )
-        model.set_submodule(name, QuantizedLinear.from_linear(linear, precision=precision, position=position))
+        model.set_submodule(name, _quantized(linear, precision=precision, position=position))
         rows.append(
             CoverageRow(
                 module=name,
@@ -65,6 +67,8 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
                 recipe=precision.recipe_name,
                 why=placement.why,
                 low_precision_gemms=low_precision_gemms(precision.recipe),
+                num_experts=linear.num_experts if isinstance(linear, GroupedLinear) else 1,
+                uses_per_token=linear.uses_per_token if isinstance(linear, GroupedLinear) else 1,
             )
         )
     model.compute_dtype = TORCH_DTYPE[cfg.compute_dtype]  # type: ignore[assignment]
@@ -76,6 +80,14 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
         extensions=[extension.record() for extension in extensions],
         after_step=partial(after_step, cfg) if cfg.after_optimizer else None,
     )
+
+
+def _quantized(
+    linear: nn.Linear | GroupedLinear, *, precision: LinearPrecision, position: RoundingPosition
+) -> QuantizedLinear | QuantizedExperts:
+    if isinstance(linear, GroupedLinear):
+        return QuantizedExperts(linear, precision=precision, position=position)
+    return QuantizedLinear.from_linear(linear, precision=precision, position=position)
 
 
 def compute_dtype_recipe(dtype: ComputeDtype) -> LinearRecipe:
@@ -103,7 +115,7 @@ def _gemm_problems(cfg: RecipeConfig) -> list[Problem]:
 
 
 def _shape_problems(
-    linears: dict[str, nn.Linear], placements: dict[str, Placement], cfg: RecipeConfig
+    linears: dict[str, nn.Linear | GroupedLinear], placements: dict[str, Placement], cfg: RecipeConfig
 ) -> list[Problem]:
     multiple = cfg.linear.dim_multiple
     return [

@@ -18,7 +18,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageRow:
-    """One Linear: name and shape, the recipe it runs, the rule that decided, its GEMMs with two 4-bit operands."""
+    """One Linear: name and shape, the recipe it runs, the rule that decided, its GEMMs with two 4-bit operands.
+
+    The Linears of a group of experts are one row; each token uses `uses_per_token` of its `num_experts`.
+    """
 
     module: str
     in_features: int
@@ -26,11 +29,13 @@ class CoverageRow:
     recipe: str
     why: str
     low_precision_gemms: list[str]
+    num_experts: int = 1
+    uses_per_token: int = 1
 
     @property
     def flops_per_token(self) -> int:
         """Of one GEMM; fprop, dgrad and wgrad cost the same."""
-        return 2 * self.in_features * self.out_features
+        return 2 * self.in_features * self.out_features * self.uses_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,8 @@ def format_coverage(plan: PrecisionPlan) -> str:
     lines: dict[tuple[str, ...], list[str]] = {}
     for row in plan.coverage:
         shape = f"{row.in_features} -> {row.out_features}"
+        if row.num_experts > 1:
+            shape = f"{row.uses_per_token} of {row.num_experts} x {shape}"
         lines.setdefault((_INDEX.sub("{}", row.module, count=1), shape, row.recipe, row.why), []).append(row.module)
     cells: list[tuple[str, ...]] = [("module", "shape", "recipe", "why")]
     cells += [(_merged_name(modules), *key[1:]) for key, modules in lines.items()]

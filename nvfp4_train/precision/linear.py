@@ -83,11 +83,7 @@ class QuantizedLinear(nn.Linear):
         self.amax: dict[str, Tensor] = {}
         self._amax_step: dict[str, int] = {}
         self._weights = WeightCache()
-        specs = precision.recipe.operands
-        lengths = {name: spec.amax_history_length for name, spec in specs.items() if spec.amax_history_length}
-        if is_shared(specs):
-            lengths.pop("dgrad.w", None)
-        self.amax_history = AmaxHistory(lengths)
+        self.amax_history = history_of(precision.recipe)
 
     @classmethod
     def from_linear(
@@ -105,8 +101,9 @@ class QuantizedLinear(nn.Linear):
         quantized.weight, quantized.bias = linear.weight, linear.bias
         return quantized.train(linear.training)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """Return x w^T + bias.
+        """Return x w^T + bias; a graph of its own under `torch.compile`, because the position changes every step.
 
         Args:
             x: [..., in_features]; the leading dims together are the tokens, a multiple of the recipe's block.
@@ -158,8 +155,8 @@ class QuantizedLinear(nn.Linear):
     def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
         """Keep the maximum over a step, which keeps a NaN of any of its microbatches."""
         largest = amax.amax().reshape(1)  # of rows or chunks of 128, with FP32 scales of those
-        is_same_step = self._amax_step.get(name) == step
-        self.amax[name] = torch.maximum(self.amax[name], largest) if is_same_step else largest
+        before = self.amax[name] if self._amax_step.get(name) == step else largest
+        self.amax[name] = torch.maximum(before, largest)  # in any case: a recomputed forward runs the same operations
         self._amax_step[name] = step
 
     def _record_saved(self, num_bytes: int) -> None:
@@ -210,6 +207,15 @@ class LinearFunction(torch.autograd.Function):
         dx, dw = ctx.call.backward(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
         dbias = dy.sum(dim=0, dtype=torch.float32) if needs_dbias else None
         return dx, dw, dbias, None
+
+
+def history_of(recipe: LinearRecipe) -> AmaxHistory:
+    """Return an empty history for the operands of a recipe that scale by one."""
+    specs = recipe.operands
+    lengths = {name: spec.amax_history_length for name, spec in specs.items() if spec.amax_history_length}
+    if is_shared(specs):
+        lengths.pop("dgrad.w", None)
+    return AmaxHistory(lengths)
 
 
 def _keep(amax: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.linear import QuantizedLinear
 
 
@@ -10,4 +11,6 @@ def saved_bytes(model: nn.Module) -> int:
 
     Weights are not counted: they are kept once, however many microbatches a step has. Does not wait for the device.
     """
-    return sum(module.saved_bytes for module in model.modules() if isinstance(module, QuantizedLinear))
+    return sum(
+        module.saved_bytes for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedExperts)
+    )

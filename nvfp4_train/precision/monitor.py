@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.linear import QuantizedLinear
 
 _FORWARD_OPERANDS = ("fprop.x", "fprop.w", "dgrad.w", "wgrad.x")
@@ -18,7 +19,7 @@ def recorded_amax(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Name, for example ``blocks.3.mixer.in_proj: fprop.x``, to fp32 [1].
     """
-    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedExperts)]
     order = [(linear, name) for linear in linears for name in _FORWARD_OPERANDS]
     order += [(linear, name) for linear in reversed(linears) for name in _BACKWARD_OPERANDS]
     return {f"{linear.precision.layer}: {name}": linear.amax[name] for linear, name in order if name in linear.amax}

@@ -9,6 +9,7 @@ from nvfp4_train.config.problem import Problem
 from nvfp4_train.config.recipe import KeepBf16
 
 _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.")
+_MTP_PREFIX = "mtp."
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Placement:
 
 
 def place_linears(names: list[str], cfg: KeepBf16, *, num_blocks: int, recipe_name: str) -> dict[str, Placement]:
-    """Return the placement of every Linear; the first of first_blocks, last_blocks and modules that applies decides."""
+    """Return the placement of every Linear: the first of first_blocks, last_blocks, mtp and modules that applies."""
     return {name: _place(name, cfg, num_blocks, recipe_name) for name in names}
 
 
@@ -58,6 +59,8 @@ def _place(name: str, cfg: KeepBf16, num_blocks: int, recipe_name: str) -> Place
             return Placement(True, f"first_blocks: block {index} of {num_blocks}")
         if index >= num_blocks - cfg.last_blocks:
             return Placement(True, f"last_blocks: block {index} of {num_blocks}")
+    if cfg.mtp and name.startswith(_MTP_PREFIX):
+        return Placement(True, "mtp: multi-token prediction")
     for glob in cfg.modules:
         if fnmatchcase(name, glob):
             return Placement(True, f"modules: {glob}")

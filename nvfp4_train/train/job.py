@@ -104,7 +104,13 @@ class Job:
             data.check_lasts(run=cfg.run, batch=cfg.batch)
             if changes:
                 self.say("\n".join(["the data changed:", *(f"    {change}" for change in changes)]))
-            engine = build_engine(self.prepared, mesh=self.mesh, engine_cfg=cfg.engine, optimizer_cfg=cfg.optimizer)
+            engine = build_engine(
+                self.prepared,
+                mesh=self.mesh,
+                parallel_cfg=cfg.parallel,
+                engine_cfg=cfg.engine,
+                optimizer_cfg=cfg.optimizer,
+            )
             stack.callback(engine.close)
             if self.start.checkpoint is not None:
                 engine.load(self.start.checkpoint)

@@ -2,8 +2,9 @@ import torch
 from torch import nn
 
 from nvfp4_train.checkpoint.state import collect_state
+from nvfp4_train.model.hybrid import build_model
 from nvfp4_train.optim.build import build_optimizer
-from tests.support.tiny import tiny_optimizer
+from tests.support.tiny import tiny_model, tiny_optimizer
 
 
 def test_names_are_those_of_the_model_and_tensors_are_views():
@@ -20,3 +21,13 @@ def test_names_are_those_of_the_model_and_tensors_are_views():
     assert torch.equal(model[0].bias, torch.full((2,), 3.0))
     assert torch.equal(optimizer.state[model[0].bias]["exp_avg"], torch.full((2,), 4.0))
     assert not any(tensor.requires_grad for tensor in state["model"].values())
+
+
+def test_corrections_of_routers_are_in_a_checkpoint_and_counts_are_not():
+    model = build_model(tiny_model("E"))
+    state = collect_state(model, build_optimizer(model, tiny_optimizer()))
+    name = "blocks.0.mixer.router.e_score_correction_bias"
+    state["model"][name].fill_(0.5)
+    assert (model.blocks[0].mixer.router.e_score_correction_bias == 0.5).all()
+    assert not any("tokens_per_expert" in key for key in state["model"])
+    assert name not in state["optimizer"]

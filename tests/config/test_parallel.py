@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile
 from tests.support.configs import composed, problems_of
 
 VALID = composed().parallel
@@ -13,6 +14,10 @@ VALID = composed().parallel
         ({"dp_replicate_degree": 0}, "dp_replicate_degree"),
         ({"dp_shard_degree": 0}, "dp_shard_degree"),
         ({"dp_shard_degree": -2}, "dp_shard_degree"),
+        (
+            {"activation_checkpoint": ActivationCheckpoint.selective, "compile": Compile.block},
+            "activation_checkpoint",
+        ),
     ],
 )
 def test_a_violated_rule_names_its_key(changes, key):

@@ -34,7 +34,13 @@ def test_masters_are_fp32_on_the_device_of_the_mesh_whatever_the_compute_dtype()
     try:
         for dtype in ComputeDtype:
             prepared = prepare_model(tiny_model(), cast_recipe(dtype), seed=0)
-            engine = build_engine(prepared, mesh=mesh, engine_cfg=torch_engine(), optimizer_cfg=tiny_optimizer())
+            engine = build_engine(
+                prepared,
+                mesh=mesh,
+                parallel_cfg=data_parallel(),
+                engine_cfg=torch_engine(),
+                optimizer_cfg=tiny_optimizer(),
+            )
             for name, parameter in engine.model.named_parameters():
                 assert parameter.dtype is torch.float32, name
                 assert parameter.to_local().device == mesh.device

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.checkpoint.state import collect_state
+from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.config.run import Device
 from nvfp4_train.engine.base import Engine, Forward
@@ -72,6 +75,18 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
     }
 
 
+def model_with_experts() -> ModelConfig:
+    """Every kind of block, shared multi-token prediction, and all ways to balance experts at once."""
+    cfg = tiny_model("M-*E/*E/*E")
+    moe = replace(cfg.moe, auxiliary_loss_weight=0.01, z_loss_weight=0.001, bias_update_rate=0.01)
+    return replace(cfg, moe=moe, mtp=replace(cfg.mtp, share_depths=True))
+
+
+def corrections(engine: Engine) -> dict[str, list[float]]:
+    state = collect_state(engine.model, engine._optimizer)["model"]
+    return {name: value.tolist() for name, value in state.items() if name.endswith("e_score_correction_bias")}
+
+
 def train_everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
     """All that the tests ask of one layout, so that ranks start once."""
     found: dict[str, Any] = {}
@@ -80,6 +95,16 @@ def train_everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
     found["tied"] = train(
         build_tiny_engine(runtime, cast_recipe(ComputeDtype.fp32), model=tiny_model(tie_embeddings=True)), range(4)
     )
+    modes = {"experts": "none", "checkpointed": "block", "products_kept": "selective"}
+    for key, checkpointing in ((key, ActivationCheckpoint(mode)) for key, mode in modes.items()):
+        engine = build_tiny_engine(
+            runtime,
+            cast_recipe(ComputeDtype.fp32),
+            model=model_with_experts(),
+            parallel=data_parallel(activation_checkpoint=checkpointing),
+        )
+        found[key] = train(engine, range(3))
+        found[f"{key}_corrections"] = corrections(engine)
     nvfp4 = build_tiny_engine(runtime, nvfp4_recipe())
     with recorded_rounding() as found["rounding"]:
         found["nvfp4"] = train(nvfp4, range(1))
@@ -164,6 +189,23 @@ def test_two_ranks_train_as_one_in_fp32(one, two):
         assert_close(found["fp32"], one["fp32"], rel=1e-5)
         assert_close(found["tied"], one["tied"], rel=1e-5)
         assert_close(found["replicated"], one["fp32"], rel=1e-5)
+        assert_close(found["experts"], one["experts"], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_experts_are_balanced_over_all_ranks(one, two):
+    wanted = one["experts_corrections"]
+    assert sorted(wanted) == [
+        f"{block}.mixer.router.e_score_correction_bias" for block in ("blocks.3", "mtp.0.blocks.1")
+    ]
+    assert all(any(values) for values in wanted.values())
+    assert all(found["experts_corrections"] == wanted for found in two)
+
+
+def test_checkpointing_changes_no_bit_of_training(one):
+    for key in ("checkpointed", "products_kept"):
+        assert one[key] == one["experts"]
+        assert one[f"{key}_corrections"] == one["experts_corrections"]
 
 
 @pytest.mark.distributed
@@ -175,7 +217,17 @@ def test_four_ranks_train_as_one_in_a_hybrid_of_shards_and_copies(one):
 
 @pytest.mark.distributed
 def test_losses_and_norms_are_bitwise_equal_on_all_ranks(two):
-    for key in ("fp32", "tied", "nvfp4", "replicated", "continued", "evaluated"):
+    for key in (
+        "fp32",
+        "tied",
+        "experts",
+        "checkpointed",
+        "products_kept",
+        "nvfp4",
+        "replicated",
+        "continued",
+        "evaluated",
+    ):
         assert two[0][key] == two[1][key], key
 
 

@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nvfp4_train.config.model import Activation
+from nvfp4_train.config.model import Position
+from nvfp4_train.config.moe import Activation, RouterScore
 from nvfp4_train.export.names import export_state, import_state, name_table
 from nvfp4_train.model.hybrid import build_model
-from tests.support.models import TINY_ATTENTION, TINY_MAMBA, TINY_MLP, tiny_model
+from tests.support.models import TINY_ATTENTION, TINY_MAMBA, TINY_MLP, TINY_MOE, tiny_model
 
 
 def numbered_state(cfg):
@@ -26,8 +27,11 @@ def numbered_state(cfg):
         tiny_model(mamba=replace(TINY_MAMBA, num_groups=4)),
         tiny_model(attention=replace(TINY_ATTENTION, num_kv_heads=4)),
         tiny_model(attention=replace(TINY_ATTENTION, num_kv_heads=1), tie_embeddings=True),
+        tiny_model(mamba=replace(TINY_MAMBA, proj_bias=True), mlp=replace(TINY_MLP, bias=True)),
+        tiny_model(pattern="ME|*E", moe=replace(TINY_MOE, d_latent=16)),
+        tiny_model(pattern="E", moe=replace(TINY_MOE, shared_d_ff=0, activation=Activation.gelu)),
     ],
-    ids=["groups 2", "groups 1, no bias", "groups 4", "MHA", "MQA, tied"],
+    ids=["groups 2", "groups 1, no bias", "groups 4", "MHA", "MQA, tied", "biases", "latent experts", "no shared"],
 )
 def test_round_trip_keeps_every_value(cfg):
     state = numbered_state(cfg)
@@ -93,6 +97,37 @@ def test_missing_and_unknown_tensors_are_named():
         import_state(exported, cfg)
 
 
-def test_swiglu_has_no_place_in_nemotron_h():
-    with pytest.raises(ValueError, match="swiglu"):
-        name_table(tiny_model(mlp=replace(TINY_MLP, activation=Activation.swiglu)))
+def test_experts_are_one_tensor_each_on_disk():
+    cfg = tiny_model(pattern="ME")
+    state = numbered_state(cfg)
+    exported = export_state(state, cfg)
+    for index in range(8):
+        theirs = exported[f"backbone.layers.1.mixer.experts.{index}.up_proj.weight"]
+        assert torch.equal(theirs, state["blocks.1.mixer.experts.up_proj.weight"][index])
+    bias = "blocks.1.mixer.router.e_score_correction_bias"
+    assert torch.equal(exported["backbone.layers.1.mixer.gate.e_score_correction_bias"], state[bias])
+
+
+def test_multi_token_prediction_is_left_out():
+    cfg = tiny_model(pattern="M/*")
+    exported = export_state(numbered_state(cfg), cfg)
+    assert not any("mtp" in name for name in exported)
+    assert import_state(exported | {"mtp.layers.0.eh_proj.weight": torch.ones(1)}, cfg).keys() == {
+        name for name in build_model(cfg).state_dict() if not name.startswith("mtp.")
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "word"),
+    [
+        ("-", {"mlp": replace(TINY_MLP, activation=Activation.swiglu)}, "swiglu"),
+        ("*", {"attention": replace(TINY_ATTENTION, position=Position.rope)}, "position"),
+        ("*", {"attention": replace(TINY_ATTENTION, qk_norm=True)}, "qk_norm"),
+        ("*", {"attention": replace(TINY_ATTENTION, window_tokens=8)}, "window_tokens"),
+        ("*", {"attention": replace(TINY_ATTENTION, qkv_bias=True)}, "qkv_bias"),
+        ("E", {"moe": replace(TINY_MOE, score=RouterScore.softmax)}, "softmax"),
+    ],
+)
+def test_what_nemotron_h_does_not_have_is_refused(pattern, changes, word):
+    with pytest.raises(ValueError, match=word):
+        name_table(tiny_model(pattern=pattern, **changes))

@@ -15,7 +15,7 @@ D_MODEL = 8
 
 def make_attention(*, position=Position.none, dtype=torch.float64) -> Attention:
     torch.manual_seed(0)
-    return Attention(replace(TINY_ATTENTION, position=position), d_model=D_MODEL).to(dtype)
+    return Attention(replace(TINY_ATTENTION, position=position), d_model=D_MODEL, norm_eps=1e-5).to(dtype)
 
 
 def reference(attention: Attention, h: torch.Tensor, documents: Documents) -> torch.Tensor:
@@ -71,3 +71,23 @@ def test_another_document_changes_no_bit(dtype):
     others = documents.ids[0] != 1
     assert torch.equal(before[:, others], after[:, others])
     assert not torch.equal(before[:, ~others], after[:, ~others])
+
+
+def test_options_equal_their_definition():
+    cfg = replace(TINY_ATTENTION, qk_norm=True, window_tokens=3, qkv_bias=True, output_bias=True)
+    attention = Attention(cfg, d_model=D_MODEL, norm_eps=1e-5).double()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    documents = locate_documents(document_ids(5, 4))
+    h = torch.randn(1, 9, D_MODEL, dtype=torch.float64)
+    rows = attention.qkv_proj(h)[0].view(9, 2, 4, 16)  # token, key-value head, (2 queries, key, value), channel
+    normed = rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    out = torch.zeros(9, 4, 16, dtype=torch.float64)
+    for t in range(9):
+        seen = [s for s in range(max(0, t - 2), t + 1) if documents.ids[0, s] == documents.ids[0, t]]
+        for head in range(4):
+            query = normed[t, head // 2, head % 2] * attention.q_norm.weight
+            keys = normed[seen, head // 2, 2] * attention.k_norm.weight
+            out[t, head] = (keys @ query / 4).softmax(0) @ rows[seen, head // 2, 3]
+    wanted = out.flatten(1) @ attention.o_proj.weight.T + attention.o_proj.bias
+    torch.testing.assert_close(attention(h, documents)[0], wanted)

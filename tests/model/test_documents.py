@@ -32,3 +32,21 @@ def test_one_per_row_needs_every_row():
 
 def test_other_devices_are_never_inspected():
     assert not locate_documents(document_ids(3).to("meta")).one_per_row
+
+
+def test_spans_list_every_document():
+    ids = torch.cat((document_ids(2, 3), document_ids(5)))
+    spans = locate_documents(ids).spans
+    assert [(span.row, span.start, span.end) for span in spans] == [(0, 0, 2), (0, 2, 5), (1, 0, 5)]
+    assert locate_documents(ids.to("meta")).spans is None
+
+
+def test_a_window_limits_the_mask():
+    mask = locate_documents(document_ids(4, 1)).causal_mask(window_tokens=2)
+    assert mask[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]

@@ -6,18 +6,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nvfp4_train.config.model import (
-    Activation,
-    AttentionConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-    NormGroup,
-    Position,
-)
+from nvfp4_train.config.model import Position
+from nvfp4_train.config.moe import Activation
 from nvfp4_train.export.huggingface import load_huggingface
+from nvfp4_train.model.documents import locate_documents
 from nvfp4_train.model.hybrid import HybridLM, build_model
 from nvfp4_train.model.loss import IGNORE_INDEX
+from nvfp4_train.model.moe import Penalized
 from tests.support.models import TINY_ATTENTION, TINY_MLP, document_ids, initialized, tiny_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "nemotron_h"
@@ -27,7 +22,9 @@ def record(model: HybridLM, tokens: torch.Tensor) -> tuple[torch.Tensor, list[to
     """Return the logits, and the residual stream after the embedding, each block and the final norm."""
     stream: list[torch.Tensor] = []
     hooks = [
-        module.register_forward_hook(lambda module, args, output: stream.append(output))
+        module.register_forward_hook(
+            lambda module, args, output: stream.append(output.value if isinstance(output, Penalized) else output)
+        )
         for module in (model.embedding, *model.blocks, model.final_norm)
     ]
     with torch.no_grad():
@@ -38,7 +35,10 @@ def record(model: HybridLM, tokens: torch.Tensor) -> tuple[torch.Tensor, list[to
 
 
 # NemotronH records the embedding, each block but the last, and the final norm; Mamba2 each block and the final norm.
-@pytest.mark.parametrize(("case", "recorded"), [("a_groups1_mha", [0, 1, 2, 3, 4, 5, 6, 8]), ("m_mamba2", [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("case", "recorded"),
+    [("a_groups1_mha", [0, 1, 2, 3, 4, 5, 6, 8]), ("c_moe", [0, 1, 2, 3, 5]), ("m_mamba2", [1, 2, 3])],
+)
 def test_golden_logits(case, recorded):
     loaded = load_huggingface(GOLDEN / case)
     model = build_model(loaded.cfg)
@@ -141,41 +141,6 @@ def test_swiglu_model_runs():
     assert model(draw_tokens(), document_ids=document_ids(40, rows=2)).isfinite().all()
 
 
-def test_paper_12b_builds_on_meta_with_its_parameter_count():
-    pattern = "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-"
-    cfg = ModelConfig(
-        pattern=pattern,
-        d_model=5120,
-        vocab_size=131072,
-        norm_eps=1e-5,
-        tie_embeddings=False,
-        init_std=0.02,
-        rescale_prenorm_residual=True,
-        mamba=MambaConfig(
-            num_heads=128,
-            d_head=80,
-            d_state=128,
-            num_groups=8,
-            d_conv=4,
-            chunk_size=128,
-            conv_bias=True,
-            norm_group=NormGroup.group,
-            dt_init_min=1e-3,
-            dt_init_max=0.1,
-            dt_init_floor=1e-4,
-            dt_min=0.0,
-            dt_max=float("inf"),
-        ),
-        attention=AttentionConfig(num_heads=40, num_kv_heads=8, d_head=128, position=Position.none, rope_theta=10000.0),
-        mlp=MlpConfig(d_ff=20480, activation=Activation.squared_relu),
-    )
-    with torch.device("meta"):
-        model = build_model(cfg)
-    assert len(model.blocks) == 62
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(12.31, abs=0.005)
-    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
-
-
 def test_parameter_count_of_a_small_model():
     mamba = 32 * 2 * (2 * 32 + 2 * 16 + 2) + 2 * (32 + 2 * 16) * (4 + 1) + 3 * 4 + 64 + 64 * 32
     attention = 32 * (4 + 2 * 2) * 16 + 64 * 32
@@ -208,3 +173,35 @@ def test_parameters_outside_gemms_live_in_modules_kept_in_fp32():
         own = list(module.parameters(recurse=False))
         if own and not isinstance(module, nn.Linear | nn.Embedding):
             assert module.keep_fp32, name
+
+
+def test_a_residual_stream_in_fp32():
+    model = initialized(tiny_model(residual_fp32=True))
+    tokens, ids = draw_tokens(), document_ids(40, rows=2)
+    same = initialized(tiny_model())
+    assert torch.equal(model(tokens, document_ids=ids), same(tokens, document_ids=ids))
+    model.compute_dtype = same.compute_dtype = torch.bfloat16
+    logits, stream = record(model, tokens)
+    assert logits.dtype == torch.bfloat16
+    assert {h.dtype for h in stream} == {torch.float32}
+    exact = initialized(tiny_model())(tokens, document_ids=ids)
+    assert (logits - exact).abs().mean() < (same(tokens, document_ids=ids) - exact).abs().mean()
+
+
+def test_penalties_change_gradients_and_not_the_value():
+    cfg = tiny_model(pattern="ME")
+    with_penalty = replace(cfg, moe=replace(cfg.moe, z_loss_weight=0.1, auxiliary_loss_weight=0.1))
+    plain, penalized = initialized(cfg), initialized(with_penalty)
+    tokens, ids = draw_tokens(), document_ids(40, rows=2)
+    losses = [model(tokens, document_ids=ids, labels=tokens) for model in (plain, penalized)]
+    assert torch.equal(losses[0], losses[1])
+    assert plain.extra_losses == {}
+    for loss in losses:
+        loss.backward()
+    extra = penalized.extra_losses["router"] * tokens.numel()
+    router = penalized.blocks[1].mixer.router
+    stream = penalized.blocks[0](penalized.embedding(tokens), locate_documents(ids))
+    penalty = router(penalized.blocks[1].norm(stream).flatten(0, 1)).penalty
+    torch.testing.assert_close(extra, penalty.detach() * tokens.numel())
+    (own,) = torch.autograd.grad(penalty * tokens.numel(), router.weight)
+    torch.testing.assert_close(router.weight.grad, plain.blocks[1].mixer.router.weight.grad + own, rtol=1e-4, atol=1e-5)

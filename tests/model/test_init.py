@@ -86,3 +86,32 @@ def test_convolution_is_uniform_over_half():
 def test_unknown_parameter():
     with pytest.raises(ValueError, match=r"blocks\.0\.mixer\.rotor"):
         draw("blocks.0.mixer.rotor", 3)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.mixer.router", "blocks.0.mixer.fc1_latent_proj", "mtp.0.eh_proj"])
+def test_other_matrices_are_normal(name):
+    assert draw(f"{name}.weight", 300, 400).std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_experts_that_write_to_the_residual_stream_shrink_with_depth():
+    for name in ("experts.down_proj", "fc2_latent_proj", "shared_experts.down_proj"):
+        value = draw(f"blocks.0.mixer.{name}.weight", 300, 400)
+        assert value.std().item() == pytest.approx(0.02 / math.sqrt(5), rel=0.02)
+
+
+def test_everything_of_a_full_model_has_a_value():
+    cfg = tiny_model(
+        pattern="M*|-E/*E/*E",
+        mamba=replace(TINY_MAMBA, proj_bias=True),
+        attention=replace(TINY_MODEL.attention, qk_norm=True, qkv_bias=True, output_bias=True),
+        mlp=replace(TINY_MODEL.mlp, bias=True),
+        moe=replace(TINY_MODEL.moe, d_latent=16),
+    )
+    model = build_model(cfg)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 7)
+    init_parameters(model, cfg, seed=0)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not any(buffer.any() for buffer in model.buffers())
+    assert not model.blocks[0].mixer.in_proj.bias.any()
+    assert (model.blocks[1].mixer.q_norm.weight == 1).all()

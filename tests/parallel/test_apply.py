@@ -16,11 +16,12 @@ def mesh():
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_names_and_shapes_survive_and_every_parameter_is_distributed(mesh, tie_embeddings):
+@pytest.mark.parametrize("pattern", ["M-*-", "ME|*-/*E/*E"])
+def test_names_and_shapes_survive_and_every_parameter_is_distributed(mesh, tie_embeddings, pattern):
     with torch.device("meta"):
-        model = build_model(tiny_model(tie_embeddings=tie_embeddings))
+        model = build_model(tiny_model(pattern, tie_embeddings=tie_embeddings))
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
-    parallelize(model, mesh=mesh, engine_cfg=torch_engine(), compute_dtype=torch.bfloat16)
+    parallelize(model, mesh=mesh, parallel_cfg=data_parallel(), engine_cfg=torch_engine(), compute_dtype=torch.bfloat16)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
     for name, parameter in model.named_parameters():
         assert parameter.device_mesh == mesh.fsdp_mesh, name

@@ -42,7 +42,9 @@ def build_bf16(mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool 
         model = HybridLM(tiny_model(tie_embeddings=tie_embeddings))
     apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
     engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward)
-    parallelize(model, mesh=mesh, engine_cfg=engine_cfg, compute_dtype=model.compute_dtype)
+    parallelize(
+        model, mesh=mesh, parallel_cfg=data_parallel(), engine_cfg=engine_cfg, compute_dtype=model.compute_dtype
+    )
     materialize(model, mesh=mesh, seed=0)
     return model
 

@@ -23,7 +23,7 @@ def initialize(runtime: Runtime, seed: int) -> tuple[dict[str, Tensor], int]:
     mesh = build_mesh(data_parallel(), runtime)
     with torch.device("meta"):
         model = build_model(tiny_model())
-    parallelize(model, mesh=mesh, engine_cfg=torch_engine(), compute_dtype=torch.bfloat16)
+    parallelize(model, mesh=mesh, parallel_cfg=data_parallel(), engine_cfg=torch_engine(), compute_dtype=torch.bfloat16)
     materialize(model, mesh=mesh, seed=seed)
     uneven = nn.Parameter(distribute_tensor(torch.zeros(5, 2), mesh.fsdp_mesh, [Shard(0)]))
     write_shard(uneven, torch.arange(10.0).view(5, 2))

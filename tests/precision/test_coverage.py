@@ -54,6 +54,8 @@ def test_the_file_holds_every_linear_and_the_totals(tmp_path):
         "recipe": "nvfp4",
         "why": "recipe nvfp4",
         "low_precision_gemms": ["fprop", "dgrad", "wgrad"],
+        "num_experts": 1,
+        "uses_per_token": 1,
     }
     assert report["linears"][-1]["why"] == "modules: lm_head"
     assert [entry.name for entry in tmp_path.iterdir()] == ["coverage.json"]

@@ -26,9 +26,12 @@ def build_tiny_engine(
     parallel: ParallelConfig | None = None,
     seed: int = 0,
 ) -> Engine:
-    mesh = build_mesh(parallel or data_parallel(), runtime)
+    parallel = parallel or data_parallel()
+    mesh = build_mesh(parallel, runtime)
     prepared = prepare_model(model or tiny_model(), recipe, seed=seed)
-    return build_engine(prepared, mesh=mesh, engine_cfg=torch_engine(), optimizer_cfg=tiny_optimizer())
+    return build_engine(
+        prepared, mesh=mesh, parallel_cfg=parallel, engine_cfg=torch_engine(), optimizer_cfg=tiny_optimizer()
+    )
 
 
 def step_batches(engine: Engine, step: int) -> list[Batch]:

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.config.model import (
-    Activation,
     AttentionConfig,
     MambaConfig,
     MlpConfig,
     ModelConfig,
+    MtpConfig,
     NormGroup,
     Position,
 )
+from nvfp4_train.config.moe import Activation, MoeConfig, RouterScore
 from nvfp4_train.model.hybrid import HybridLM, build_model
 from nvfp4_train.model.init import init_parameters
 
@@ -26,6 +27,7 @@ TINY_MAMBA = MambaConfig(
     d_conv=4,
     chunk_size=8,
     conv_bias=True,
+    proj_bias=False,
     norm_group=NormGroup.group,
     dt_init_min=1e-3,
     dt_init_max=0.1,
@@ -33,8 +35,35 @@ TINY_MAMBA = MambaConfig(
     dt_min=0.0,
     dt_max=float("inf"),
 )
-TINY_ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, d_head=16, position=Position.none, rope_theta=10000.0)
-TINY_MLP = MlpConfig(d_ff=64, activation=Activation.squared_relu)
+TINY_ATTENTION = AttentionConfig(
+    num_heads=4,
+    num_kv_heads=2,
+    d_head=16,
+    position=Position.none,
+    rope_theta=10000.0,
+    qk_norm=False,
+    window_tokens=0,
+    qkv_bias=False,
+    output_bias=False,
+)
+TINY_MLP = MlpConfig(d_ff=64, activation=Activation.squared_relu, bias=False)
+TINY_MOE = MoeConfig(
+    num_experts=8,
+    top_k=2,
+    d_ff=32,
+    shared_d_ff=48,
+    d_latent=0,
+    activation=Activation.squared_relu,
+    score=RouterScore.sigmoid,
+    num_groups=1,
+    top_groups=1,
+    normalize_weights=True,
+    routed_scaling=2.5,
+    bias_update_rate=1e-3,
+    auxiliary_loss_weight=0.0,
+    z_loss_weight=0.0,
+)
+TINY_MTP = MtpConfig(loss_weight=0.3, share_depths=False)
 TINY_MODEL = ModelConfig(
     pattern="M-*-M",
     d_model=32,
@@ -43,9 +72,12 @@ TINY_MODEL = ModelConfig(
     tie_embeddings=False,
     init_std=0.02,
     rescale_prenorm_residual=True,
+    residual_fp32=False,
     mamba=TINY_MAMBA,
     attention=TINY_ATTENTION,
     mlp=TINY_MLP,
+    moe=TINY_MOE,
+    mtp=TINY_MTP,
 )
 
 

@@ -5,18 +5,11 @@ from dataclasses import replace
 import torch
 
 from nvfp4_train.config.engine import TorchEngineConfig
-from nvfp4_train.config.model import (
-    Activation,
-    AttentionConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-    NormGroup,
-    Position,
-)
+from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
 from nvfp4_train.config.optimizer import AdamWConfig, WeightDecayShape
-from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
+from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
 
 VOCAB_SIZE = 64
 SEQUENCE_LENGTH = 32
@@ -34,6 +27,7 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
         tie_embeddings=tie_embeddings,
         init_std=0.05,
         rescale_prenorm_residual=True,
+        residual_fp32=False,
         mamba=MambaConfig(
             num_heads=16,  # two groups of 2 x 64 + 2 x 16 + 8 rows: in_proj has 336
             d_head=8,
@@ -42,6 +36,7 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
             d_conv=4,
             chunk_size=16,
             conv_bias=True,
+            proj_bias=False,
             norm_group=NormGroup.group,
             dt_init_min=1e-3,
             dt_init_max=0.1,
@@ -49,8 +44,10 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
             dt_min=0.0,
             dt_max=float("inf"),
         ),
-        attention=AttentionConfig(num_heads=4, num_kv_heads=2, d_head=16, position=Position.none, rope_theta=1e4),
-        mlp=MlpConfig(d_ff=64, activation=Activation.squared_relu),
+        attention=TINY_ATTENTION,
+        mlp=TINY_MLP,
+        moe=TINY_MOE,
+        mtp=TINY_MTP,
     )
 
 
@@ -67,8 +64,19 @@ def tiny_optimizer(**changes: float) -> AdamWConfig:
     return replace(cfg, **changes)
 
 
-def data_parallel(*, replicate: int = 1, shard: int = -1) -> ParallelConfig:
-    return ParallelConfig(dp_replicate_degree=replicate, dp_shard_degree=shard)
+def data_parallel(
+    *,
+    replicate: int = 1,
+    shard: int = -1,
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none,
+    compile: Compile = Compile.none,
+) -> ParallelConfig:
+    return ParallelConfig(
+        dp_replicate_degree=replicate,
+        dp_shard_degree=shard,
+        activation_checkpoint=activation_checkpoint,
+        compile=compile,
+    )
 
 
 def torch_engine(*, reshard_after_forward: bool = True) -> TorchEngineConfig:

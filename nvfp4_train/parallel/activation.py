@@ -1,0 +1,63 @@
+"""Activation checkpointing: recompute in backward what forward does not keep."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.model.hybrid import HybridLM
+
+# Matrix products, attention included: most of the work, and results no larger than their inputs.
+KEPT_OPERATIONS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "nvfp4_train::gemm_bf16",
+        "nvfp4_train::gemm_fp32",
+    }
+)
+
+
+# FSDP's hooks inside a block name their spans for the profiler, in backward more often than in forward.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+)
+
+
+def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint) -> None:
+    """Make every residual block of `model` keep less between forward and backward, in place.
+
+    Results are bitwise the same: what is recomputed is computed by the same operations from the same inputs. A backward
+    must therefore run before the position of the model's quantized modules moves on, as it does in the engines.
+
+    Args:
+        model: Before it is sharded; names of parameters do not change.
+        mode: What to keep.
+    """
+    if mode is ActivationCheckpoint.none:
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode is ActivationCheckpoint.selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    for block in model.all_blocks():
+        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+
+
+def _keep_products(ctx: Any, operation: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
+    name = operation.name().partition(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
