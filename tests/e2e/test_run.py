@@ -8,7 +8,7 @@ import pytest
 from nvfp4_train.config.load import load_config
 from tests.support.runs import RunDirs
 
-TRAINED = {"step", "tokens", "train/loss", "train/grad_norm", "lr"}
+TRAINED = {"step", "tokens", "train/loss", "train/grad_norm", "lr", "precision/memory"}
 EVALUATED = {"val/loss", "val/loss_bf16"}
 
 
