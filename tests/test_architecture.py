@@ -20,7 +20,7 @@ MAX_SCRIPT_LINES = 40
 FORBIDDEN_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
 DISTRIBUTED_PACKAGES = {"parallel", "engine", "checkpoint"}
 # Folders of tests/ that do not mirror a package.
-OTHER_TEST_DIRS = {"e2e", "golden", "support", "scripts", "benchmarks"}
+OTHER_TEST_DIRS = {"conformance", "e2e", "golden", "support", "scripts", "benchmarks"}
 # Names of torch functions that draw from the ambient generator when none is passed.
 AMBIENT_RANDOM = {
     "rand",

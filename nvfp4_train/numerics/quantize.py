@@ -9,8 +9,9 @@ from torch.nn.functional import pad
 
 from nvfp4_train.numerics.formats import ELEMENT, decode_codes, pack_codes, unpack_codes
 from nvfp4_train.numerics.hadamard import check_transform_length, hadamard_transform, transform_mask
+from nvfp4_train.numerics.inductor import compiled, uses_inductor
 from nvfp4_train.numerics.kernels import is_compiled, native
-from nvfp4_train.numerics.random import RandomStream, random_bytes
+from nvfp4_train.numerics.random import RandomStream, TensorStream, random_bytes
 from nvfp4_train.numerics.rounding import round_nearest_even, round_stochastic
 from nvfp4_train.numerics.scaling import (
     block_amax,
@@ -189,7 +190,7 @@ def quantize(
         )
     else:
         matrix = transformed_matrix(x, spec, direction, sign_mask)
-        unpacked, scales = _quantize_matrix(matrix, spec, amax, stream)
+        unpacked, scales = _quantized_matrix(matrix, spec, amax, stream)
         codes = unpacked[:rows, :columns]
         codes = pack_codes(codes) if spec.is_packed else codes.contiguous()
     return QuantizedTensor(codes, scales, amax, spec, (rows, columns), x.dtype)
@@ -221,7 +222,7 @@ def quantize_operand(
     if is_compiled(x):
         settings = kernel_settings(spec, direction, stream=stream, sign_mask=sign_mask)
         return GemmOperand(native.quantize_operand_op(x, amax, settings), amax, spec)
-    codes, scales = _quantize_matrix(transformed_matrix(x, spec, direction, sign_mask), spec, amax, stream)
+    codes, scales = _quantized_matrix(transformed_matrix(x, spec, direction, sign_mask), spec, amax, stream)
     values = _scaled_codes(codes, scales, spec)[:rows, :columns]
     return GemmOperand(values.to(torch.bfloat16).contiguous(), amax, spec)
 
@@ -323,8 +324,26 @@ def transformed_matrix(x: Tensor, spec: OperandSpec, direction: Direction, sign_
     return matrix.to(torch.float32)
 
 
-def _quantize_matrix(
+def _quantized_matrix(
     matrix: Tensor, spec: OperandSpec, amax: Tensor, stream: RandomStream | None
+) -> tuple[Tensor, Tensor]:
+    if not uses_inductor(matrix):
+        return quantize_matrix(matrix, spec, amax, stream)
+    on_device = None if stream is None else TensorStream.of(stream, device=matrix.device)
+    codes, scales = compiled(keyed_quantize_matrix)(matrix, spec, amax, on_device, key=repr(spec))
+    return codes, scales
+
+
+def keyed_quantize_matrix(
+    matrix: Tensor, spec: OperandSpec, amax: Tensor, stream: TensorStream | None, *, key: str
+) -> tuple[Tensor, Tensor]:
+    """`quantize_matrix` for a compiler, which takes code made for one spec for another unless it reads the key."""
+    assert key != "", "a key says what the spec is"
+    return quantize_matrix(matrix, spec, amax, stream)
+
+
+def quantize_matrix(
+    matrix: Tensor, spec: OperandSpec, amax: Tensor, stream: RandomStream | TensorStream | None
 ) -> tuple[Tensor, Tensor]:
     """Unpacked codes and scale bytes of fp32 [R, C], both padded to whole blocks."""
     rows, width = matrix.shape[0], spec.block_size or CHUNK

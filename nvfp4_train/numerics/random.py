@@ -43,26 +43,52 @@ class RandomStream:
             raise ValueError(f"column_offset must be a multiple of 4, found {self.column_offset}")
 
 
+@dataclass(frozen=True)
+class TensorStream:
+    """A RandomStream as int64 0-dim tensors, which a compiled function takes as inputs.
+
+    Numbers would be constants of the compiled code, which every step would compile anew.
+    """
+
+    key: Tensor
+    row_offset: Tensor
+    word_offset: Tensor
+
+    @classmethod
+    def of(cls, stream: RandomStream, *, device: torch.device) -> "TensorStream":
+        """Put a stream on a device."""
+        numbers = [_signed(stream.key), stream.row_offset, stream.column_offset // 4]
+        key, row_offset, word_offset = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+        return cls(key, row_offset, word_offset)
+
+
 def stream_key(*, seed: int, layer: str, operand: str, step: int) -> int:
     """Return the 64-bit key of one operand of one layer in one step; the same in every process and on every machine."""
     text = f"{seed}\0{layer}\0{operand}\0{step}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def random_bytes(stream: RandomStream, rows: int, columns: int, *, device: torch.device | str = "cpu") -> Tensor:
+def random_bytes(
+    stream: RandomStream | TensorStream, rows: int, columns: int, *, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return uniform bytes, uint8 [rows, columns]; byte c % 4 of word (row, c // 4) is for global column c."""
     words_per_row = (columns + 3) // 4
     row = torch.arange(rows, dtype=torch.int64, device=device) + stream.row_offset
-    word = torch.arange(words_per_row, dtype=torch.int64, device=device) + stream.column_offset // 4
-    row_key = _mix_row(stream.key, row).unsqueeze(1)
+    key, word_offset = (
+        (stream.key, stream.word_offset)
+        if isinstance(stream, TensorStream)
+        else (_signed(stream.key), stream.column_offset // 4)
+    )
+    word = torch.arange(words_per_row, dtype=torch.int64, device=device) + word_offset
+    row_key = _mix_row(key, row).unsqueeze(1)
     words = _mix_word(word.unsqueeze(0), row_key & _MASK_32, _shift_right(row_key, 32))  # [rows, words]
     shifts = torch.arange(0, 32, 8, dtype=torch.int64, device=device)
     return ((words.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8).flatten(1)[:, :columns].contiguous()
 
 
-def _mix_row(key: int, row: Tensor) -> Tensor:
+def _mix_row(key: int | Tensor, row: Tensor) -> Tensor:
     """Hash (key, row) to 64 bits; int64 wraps around, as unsigned arithmetic does."""
-    state = (row + 1) * _signed(_ROW_INCREMENT) + _signed(key)
+    state = (row + 1) * _signed(_ROW_INCREMENT) + key
     state = (state ^ _shift_right(state, 30)) * _signed(_ROW_MULTIPLIERS[0])
     state = (state ^ _shift_right(state, 27)) * _signed(_ROW_MULTIPLIERS[1])
     return state ^ _shift_right(state, 31)

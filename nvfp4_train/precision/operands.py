@@ -90,7 +90,7 @@ class OperandRounder:
         reduce_amax: Makes ranks that hold parts of one tensor agree on its amax.
         record: Told the name of each operand that is quantized, and its amax.
         history: Maxima of older steps, for the operands that scale by them.
-        is_training: Whether this call's maxima belong to the step.
+        is_training: Whether the maxima of this call's tensors belong to the step; those of weights always do.
     """
 
     layer: str
@@ -186,7 +186,8 @@ class OperandRounder:
         self.record(name, amax)
         if not spec.amax_history_length:
             return amax
-        if self.is_training:
+        # a weight that an evaluation has quantized is kept for the step, which then does not look at it again
+        if self.is_training or name.endswith(".w"):
             self.history.record(name, amax)
         return self.history.scale_by(name, amax)
 

@@ -8,7 +8,16 @@ import pytest
 from nvfp4_train.config.load import load_config
 from tests.support.runs import RunDirs
 
-TRAINED = {"step", "tokens", "train/loss", "train/grad_norm", "lr", "data/text/tokens", "data/text/epochs"}
+TRAINED = {
+    "step",
+    "tokens",
+    "train/loss",
+    "train/grad_norm",
+    "lr",
+    "data/text/tokens",
+    "data/text/epochs",
+    "precision/memory",
+}
 EVALUATED = {"val/loss", "val/loss_bf16"}
 
 

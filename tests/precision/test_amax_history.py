@@ -73,8 +73,29 @@ def test_evaluation_leaves_no_trace():
     step(model, torch.ones(16, 32))
     with torch.no_grad():
         model.blocks[0](torch.full((16, 32), 100.0))
-    end_step(model, largest_over_ranks=lambda maxima: pytest.fail("no operand was recorded"))
-    assert history(model, "fprop.x") == [1.0, 0.0, 0.0]
+    step(model, torch.full((16, 32), 2.0))
+    assert history(model, "fprop.x") == [2.0, 1.0, 0.0]
+
+
+def test_a_weight_that_an_evaluation_quantized_belongs_to_the_next_step():
+    histories = []
+    for evaluates in (False, True):
+        model = delayed_model()
+        with torch.no_grad():
+            if evaluates:
+                model.blocks[0](torch.ones(16, 32))
+        step(model, torch.ones(16, 32))
+        histories.append(history(model, "fprop.w"))
+    assert histories[0] == histories[1]
+    assert histories[0][0] > 0
+
+
+def test_without_a_history_nothing_is_reduced():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+    apply_precision(model, nvfp4_recipe(), seed=0)
+    model.blocks[0](torch.ones(16, 32))
+    end_step(model, largest_over_ranks=lambda maxima: pytest.fail("nothing was recorded"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -52,17 +52,23 @@ def test_torchao_mx(fill: str, format: Format, rule: ScaleRule):
         assert torch.equal(ours.codes, codes.view(torch.uint8).view_as(ours.codes))
 
 
-@pytest.mark.parametrize("fill", ["normal", "sparse", "ties"])
+@pytest.mark.parametrize("fill", ["normal", "sparse"])
 def test_torchao_nvfp4(fill: str):
-    """Its factors divide where ours multiply by a reciprocal: 1 in 1000 elements may be one code off."""
+    """It has no scale below 2^-6, and combines the factors in another order, which may move a tie."""
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = filled(64, 128, dtype=torch.bfloat16, fill=fill, seed=2)
     scales, codes = nvfp4.nvfp4_quantize(x, 16, nvfp4.per_tensor_amax_to_scale(x.abs().max()))
     ours = quantize(x, operand_spec(), direction=Direction.row)
-    assert (ours.block_scale == scales.view(torch.uint8).view_as(ours.block_scale)).float().mean() > 0.99
-    got, expected = unpack_codes(ours.codes) % 8, unpack_codes(codes.view(torch.uint8).view_as(ours.codes)) % 8
-    assert (got == expected).float().mean() > 0.99
-    assert (got.int() - expected.int()).abs().max() <= 1
+    is_normal = ours.block_scale >= 8
+    assert is_normal.float().mean() > 0.5
+    bytes_apart = (ours.block_scale.int() - scales.view(torch.uint8).int())[is_normal].abs()
+    assert bytes_apart.max() <= 1
+    assert (bytes_apart == 0).float().mean() > 0.98
+    pairs = [
+        unpack_codes(found).unflatten(1, (-1, 16))[is_normal] % 8 for found in (ours.codes, codes.view(torch.uint8))
+    ]
+    assert (pairs[0] == pairs[1]).float().mean() > 0.98
+    assert (pairs[0].int() - pairs[1].int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -83,20 +89,16 @@ def test_torchao_fp8(fill: str, format: Format, rows: bool):
     torch.testing.assert_close(dequantize(ours), expected.float() / scale, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("fill", ["normal", "ties"])
-def test_torchao_fp8_blocks(fill: str):
-    blockwise = pytest.importorskip("torchao.prototype.blockwise_fp8_inference.blockwise_quantization")
-    torch_twin = getattr(blockwise, "torch_blockwise_scale_act_quant", None)
-    if torch_twin is None:
-        training = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
-        torch_twin = training.torch_blockwise_scale_act_quant_lhs
-    x = filled(32, 256, dtype=torch.bfloat16, fill=fill, seed=4)
-    codes, scale = torch_twin(x, 128)
-    ours = quantize(x, format_spec(Format.fp8_e4m3, block=Block.row_1x128), direction=Direction.row)
-    same = ours.codes == codes.view(torch.uint8)
-    assert same.float().mean() > 0.999  # it divides by the decoding scale, ours multiplies by the encoding one
-    restored = codes.float() * scale.float().repeat_interleave(128, dim=1)[:, :256]
-    torch.testing.assert_close(dequantize(ours)[same], restored[same], rtol=1e-6, atol=0)
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("block", [Block.row_1x128, Block.tile_128x128])
+def test_torchao_fp8_blocks(fill: str, block: Block):
+    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels", exc_type=ImportError)
+    is_tile = block is Block.tile_128x128
+    peer = kernels.torch_blockwise_scale_weight_quant if is_tile else kernels.torch_blockwise_scale_act_quant_lhs
+    x = filled(256, 256, dtype=torch.bfloat16, fill=fill, seed=4)
+    codes, _ = peer(x, 128)
+    ours = quantize(x, format_spec(Format.fp8_e4m3, block=block), direction=Direction.row)
+    assert torch.equal(ours.codes, codes.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("fill", ["normal", "ties", "sparse"])
