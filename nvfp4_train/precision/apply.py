@@ -59,18 +59,7 @@ def apply_precision(model: nn.Module, cfg: RecipeConfig, *, seed: int) -> Precis
             gemm=cfg.gemm,
         )
         model.set_submodule(name, _quantized(linear, precision=precision, position=position))
-        rows.append(
-            CoverageRow(
-                module=name,
-                in_features=linear.in_features,
-                out_features=linear.out_features,
-                recipe=precision.recipe_name,
-                why=placement.why,
-                low_precision_gemms=low_precision_gemms(precision.recipe),
-                num_experts=linear.num_experts if isinstance(linear, GroupedLinear) else 1,
-                uses_per_token=linear.uses_per_token if isinstance(linear, GroupedLinear) else 1,
-            )
-        )
+        rows.append(_coverage_row(linear, precision=precision, why=placement.why))
     model.compute_dtype = TORCH_DTYPE[cfg.compute_dtype]  # type: ignore[assignment]
     return PrecisionPlan(
         position=position,
@@ -88,6 +77,20 @@ def _quantized(
     if isinstance(linear, GroupedLinear):
         return QuantizedExperts(linear, precision=precision, position=position)
     return QuantizedLinear.from_linear(linear, precision=precision, position=position)
+
+
+def _coverage_row(linear: nn.Linear | GroupedLinear, *, precision: LinearPrecision, why: str) -> CoverageRow:
+    is_grouped = isinstance(linear, GroupedLinear)
+    return CoverageRow(
+        module=precision.layer,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        recipe=precision.recipe_name,
+        why=why,
+        low_precision_gemms=low_precision_gemms(precision.recipe),
+        num_experts=linear.num_experts if is_grouped else 1,
+        uses_per_token=linear.uses_per_token if is_grouped else 1,
+    )
 
 
 def compute_dtype_recipe(dtype: ComputeDtype) -> LinearRecipe:

@@ -14,11 +14,16 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def command_lines() -> list[str]:
-    """Overrides of every ``scripts/pretrain.py`` command in the documents; an ellipsis stands for one."""
-    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
-    found = [match for text in texts for match in re.findall(r"scripts/pretrain\.py ([^`#\n]*)", text)]
-    found += [match for text in texts for match in re.findall(r"`\.\.\. ([^`\n]*)`", text)]
-    return sorted(set(found))
+    """Overrides of every ``scripts/pretrain.py`` command in the documents; an ellipsis stands for one.
+
+    A command with a recipe that its own document tells the reader to write is left out.
+    """
+    found = set()
+    for text in (path.read_text(encoding="utf-8") for path in DOCUMENTS):
+        lines = re.findall(r"scripts/pretrain\.py ([^`#\n]*)", text) + re.findall(r"`\.\.\. ([^`\n]*)`", text)
+        own = {f"recipe={name}" for name in re.findall(r"`configs/recipe/(\w+)\.yaml`", text)}
+        found |= {line for line in lines if not own & set(shlex.split(line))}
+    return sorted(found)
 
 
 def links() -> list[tuple[Path, str]]:

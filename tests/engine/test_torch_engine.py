@@ -39,7 +39,7 @@ def runtime() -> Iterator[Runtime]:
 def recorded_rounding() -> Iterator[dict[tuple[str, str, int], tuple[str, object]]]:
     """Collect a digest and the random stream of every rounded operand, by layer, operand and first token."""
     found: dict[tuple[str, str, int], tuple[str, object]] = {}
-    originals = OperandRounder.round, OperandRounder.store
+    originals = OperandRounder.round, OperandRounder.store, OperandRounder.store_both
 
     def note(rounder: OperandRounder, name: str, tensors: tuple[Tensor, ...]) -> None:
         if rounder.specs[name].is_quantized:
@@ -59,11 +59,18 @@ def recorded_rounding() -> Iterator[dict[tuple[str, str, int], tuple[str, object
         note(rounder, name, operand.tensors)
         return operand
 
-    OperandRounder.round, OperandRounder.store = rounded, stored  # type: ignore[method-assign]
+    def stored_both(rounder: OperandRounder, row: str, column: str, tensor: Tensor) -> Any:
+        operands = originals[2](rounder, row, column, tensor)
+        for name, operand in zip((row, column), operands, strict=True):
+            note(rounder, name, operand.tensors)
+        return operands
+
+    patched = rounded, stored, stored_both
+    OperandRounder.round, OperandRounder.store, OperandRounder.store_both = patched  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        OperandRounder.round, OperandRounder.store = originals  # type: ignore[method-assign]
+        OperandRounder.round, OperandRounder.store, OperandRounder.store_both = originals  # type: ignore[method-assign]
 
 
 def optimizer_state(engine: Engine) -> dict[str, Tensor]:
