@@ -80,7 +80,9 @@ def _quantized(
 
 
 def _coverage_row(linear: nn.Linear | GroupedLinear, *, precision: LinearPrecision, why: str) -> CoverageRow:
-    is_grouped = isinstance(linear, GroupedLinear)
+    num_experts, uses_per_token = (
+        (linear.num_experts, linear.uses_per_token) if isinstance(linear, GroupedLinear) else (1, 1)
+    )
     return CoverageRow(
         module=precision.layer,
         in_features=linear.in_features,
@@ -88,8 +90,8 @@ def _coverage_row(linear: nn.Linear | GroupedLinear, *, precision: LinearPrecisi
         recipe=precision.recipe_name,
         why=why,
         low_precision_gemms=low_precision_gemms(precision.recipe),
-        num_experts=linear.num_experts if is_grouped else 1,
-        uses_per_token=linear.uses_per_token if is_grouped else 1,
+        num_experts=num_experts,
+        uses_per_token=uses_per_token,
     )
 
 
