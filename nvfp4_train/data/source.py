@@ -81,10 +81,13 @@ class SourceTokens:
     def starts_within(self, first: int, last: int) -> list[int]:
         """Return where documents begin after token ``first`` and before ``last``."""
         starts: list[int] = []
-        for pair, low, high, offset in self._pieces(first, last):
-            # A file begins with a document, which may be the token that ``first`` names.
-            after = low if offset + low <= first else low - 1
-            starts += [offset + start for start in pair.starts_within(after, high)]
+        index = bisect_right(self._token_starts, first) - 1
+        while index < len(self.pairs) and self._token_starts[index] < last:
+            offset, pair = self._token_starts[index], self.pairs[index]
+            # A later file begins with a document; empty documents at the end of a file begin where the next one does.
+            after, before = max(first - offset, -1), min(last - offset, pair.num_tokens + 1)
+            starts += [offset + start for start in pair.starts_within(after, before)]
+            index += 1
         return starts
 
     def document_starts(self, first: int, last: int) -> np.ndarray:
@@ -146,7 +149,8 @@ class _Pair:
         high = bisect_left(self._pointers, last * self._itemsize, lo=low)
         if not self._pair.single_sequence:
             low = bisect_left(self._documents, low)
-            high = bisect_left(self._documents, high, lo=low)
+            is_whole = last > self.num_tokens  # with the documents at the end that have no sequence
+            high = self.num_documents if is_whole else bisect_left(self._documents, high, lo=low)
             return self.document_starts(low, high).tolist()
         return [pointer // self._itemsize for pointer in self._pointers[low:high]]
 

@@ -37,6 +37,13 @@ def test_files_are_read_as_one(tmp_path_factory, shards, data):
     assert source.document_starts(low, high).tolist() == starts[low:high]
 
 
+@pytest.mark.parametrize("shards", [[[[0], []], [[0]]], [[[0]], [[]], [[0]]], [[[0]], [[], []], [], [[], [0]]]])
+def test_empty_documents_between_files_repeat_the_border(tmp_path, shards):
+    tokens, starts = definition(shards)
+    source = SourceTokens([write_pair(tmp_path / str(index), shard) for index, shard in enumerate(shards)])
+    assert source.starts_within(0, 2) == [at for at in starts[:-1] if 0 < at < 2]
+
+
 def test_documents_of_several_sequences_are_found():
     pair = IndexedTokens(GOLDEN_PAIRS / "multi_seq_modes_int32")
     source = SourceTokens([pair, IndexedTokens(GOLDEN_PAIRS / "docsB_int32")])
