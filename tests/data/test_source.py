@@ -39,7 +39,7 @@ def test_files_are_read_as_one(tmp_path_factory, shards, data):
 
 @pytest.mark.parametrize("shards", [[[[0], []], [[0]]], [[[0]], [[]], [[0]]], [[[0]], [[], []], [], [[], [0]]]])
 def test_empty_documents_between_files_repeat_the_border(tmp_path, shards):
-    tokens, starts = definition(shards)
+    _, starts = definition(shards)
     source = SourceTokens([write_pair(tmp_path / str(index), shard) for index, shard in enumerate(shards)])
     assert source.starts_within(0, 2) == [at for at in starts[:-1] if 0 < at < 2]
 
