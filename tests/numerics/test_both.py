@@ -55,12 +55,18 @@ def check(x: Tensor, name: str) -> None:
         assert (result.shape, result.dtype, result.spec) == (expected.shape, expected.dtype, expected.spec)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("shape", [(64, 64), (320, 576), (64, 48), (40, 24)])
+def has_whole_groups(name: str, num_rows: int) -> bool:
+    """Whether the transform of a pair, along the rows, finds no group cut short."""
+    return not ("transform" in name and num_rows % 64) and not ("nvfp4" in name and num_rows % 16)
+
+
+SHAPES = [(64, 64), (320, 576), (64, 48), (40, 24)]
+CASES = [(name, shape) for shape in SHAPES for name in PAIRS if has_whole_groups(name, shape[0])]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_one_pass_equals_two(name: str, shape: tuple[int, int], dtype: torch.dtype):
-    if ("transform" in name and shape[0] % 64) or ("nvfp4" in name and shape[0] % 16):
-        pytest.skip("the transform needs whole groups")
     check(filled(*shape, dtype=dtype, fill="wide", seed=0), name)
 
 
