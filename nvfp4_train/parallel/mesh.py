@@ -71,7 +71,7 @@ class Mesh:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP shards dense parameters over: one axis, or (replicate, shard) where the sharded model has copies."""
+        """What FSDP shards dense parameters over: one axis, or (replicate, shard) where the model has copies."""
         return self.dense["fsdp"] if self.degree("dp_replicate") == 1 else self.dense["dp_replicate", "fsdp"]
 
     @property

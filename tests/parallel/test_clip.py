@@ -57,7 +57,7 @@ def clip_sharded(runtime: Runtime) -> tuple[float, list[Tensor], float]:
     """Gradients of every layout that a run has: sharded (one rank of the last has nothing), hybrid, replicated,
     plain.
     """
-    mesh = build_mesh(parallel_layout(replicate=2), runtime).axes
+    mesh = build_mesh(parallel_layout(replicate=2), runtime).fsdp_mesh
     layouts = [(Replicate(), Shard(0)), (Replicate(), Replicate()), (Shard(0), Shard(0))]
     parameters = []
     for gradient, layout in zip(gradients(), layouts, strict=True):
