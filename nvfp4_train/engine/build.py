@@ -16,6 +16,7 @@ from nvfp4_train.optim.build import build_optimizer
 from nvfp4_train.parallel.apply import parallelize
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.parallel.optimizer_sharding import dtensor_sharding
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import PrecisionPlan
 
@@ -69,7 +70,7 @@ def build_engine(
             materialize(model, mesh=mesh, seed=prepared.seed)
             return TorchEngine(
                 model,
-                optimizer=build_optimizer(model, optimizer_cfg),
+                optimizer=build_optimizer(model, optimizer_cfg, sharding=dtensor_sharding()),
                 mesh=mesh,
                 plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
