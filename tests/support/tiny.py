@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_train.config.engine import TorchEngineConfig
+from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
 from nvfp4_train.config.optimizer import (
     AdamWConfig,
@@ -109,8 +109,12 @@ def parallel_layout(
     )
 
 
-def torch_engine(*, reshard_after_forward: bool = True) -> TorchEngineConfig:
-    return TorchEngineConfig(reshard_after_forward=reshard_after_forward)
+def torch_engine(
+    *, reshard_after_forward: bool = True, reshard_ranks: int = 0, weight_gather: WeightGather = WeightGather.bf16
+) -> TorchEngineConfig:
+    return TorchEngineConfig(
+        reshard_after_forward=reshard_after_forward, reshard_ranks=reshard_ranks, weight_gather=weight_gather
+    )
 
 
 def tiny_batches(*, step: int, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:
