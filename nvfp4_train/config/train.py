@@ -88,9 +88,7 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         Rule(
             "engine.weight_gather",
             lambda: not _gathers_quantized(cfg.engine) or cfg.recipe.linear.weight_gather_problem is None,
-            lambda: (
-                f"recipe {cfg.recipe.name} sends no Linear its weight quantized: {cfg.recipe.linear.weight_gather_problem}"
-            ),
+            lambda: f"under recipe {cfg.recipe.name} no weight can be: {cfg.recipe.linear.weight_gather_problem}",
             "engine.weight_gather=bf16, or a recipe whose weights have square tiles, such as nvfp4",
         ),
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
