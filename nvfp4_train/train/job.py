@@ -24,6 +24,7 @@ from nvfp4_train.train.resume import Start, resume_data
 from nvfp4_train.train.run_folder import RunFolder
 from nvfp4_train.train.sinks import Sink, build_sinks
 from nvfp4_train.train.trainer import Trainer
+from nvfp4_train.train.utilization import Utilization, build_utilization
 from nvfp4_train.train.versions import collect_versions
 
 
@@ -134,7 +135,7 @@ class Job:
         cfg = self.loaded.cfg
         callbacks: list[Callback] = [
             StopOnNonFinite(),
-            MetricsLogging(sinks, interval_steps=cfg.logging.interval_steps),
+            MetricsLogging(sinks, interval_steps=cfg.logging.interval_steps, utilization=self._utilization()),
         ]
         if cfg.logging.profile.num_steps:
             folder = self.folder.path / "profile"
@@ -170,6 +171,15 @@ class Job:
             validation=data.validation,
             num_sequences=cfg.evaluation.num_sequences,
             micro_batch_size=cfg.batch.micro_batch_size,
+        )
+
+    def _utilization(self) -> Utilization:
+        return build_utilization(
+            self.prepared.model,
+            self.prepared.plan,
+            sequence_length=self.loaded.cfg.batch.sequence_length,
+            device=self.mesh.device,
+            num_devices=self.runtime.world_size,
         )
 
     def _num_parameters(self) -> int:
