@@ -22,13 +22,21 @@ class Position(StrEnum):
     rope = "rope"
 
 
+class MambaKernels(StrEnum):
+    """What scans and convolves in a Mamba-2 block."""
+
+    auto = "auto"  # mamba_ssm and causal_conv1d on CUDA where they import, else pytorch
+    pytorch = "pytorch"  # this package: repeatable to the bit, and no bit passes between documents
+    mamba_ssm = "mamba_ssm"  # mamba_ssm and causal_conv1d, or an error
+
+
 @dataclass(kw_only=True, slots=True)
 class MambaConfig:
     """Mamba-2 block; its inner width is ``num_heads * d_head``.
 
     ``conv_bias`` belongs to the convolution, ``proj_bias`` to in_proj and out_proj.
     ``dt_init_min``, ``dt_init_max`` and ``dt_init_floor`` shape the initialization only; ``dt_min`` and ``dt_max``
-    clamp dt after softplus in every forward.
+    clamp dt after softplus in every forward. ``kernels`` changes speed, and rounding.
     """
 
     num_heads: int
@@ -45,6 +53,7 @@ class MambaConfig:
     dt_init_floor: float
     dt_min: float
     dt_max: float
+    kernels: MambaKernels = MambaKernels.auto
 
     def __post_init__(self) -> None:
         check(

@@ -1,5 +1,6 @@
 """The state-space scan of Mamba-2 as matrix products (state-space duality); the state restarts in each document."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,3 +226,17 @@ class _PassStates(torch.autograd.Function):
             grad_decay[:, index] = (grad * states[:, index]).sum(dim=-2, keepdim=True)
             grad.mul_(decay[:, index]).add_(grad_states[:, index])
         return grad_added, grad_decay, grad if ctx.has_initial else None
+
+
+def import_mamba_ssm() -> Callable[..., Tensor]:
+    """Return the scan of mamba_ssm; raises what importing it raises."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined
+
+
+def import_causal_conv1d() -> Callable[..., Tensor]:
+    """Return the convolution of causal_conv1d; raises what importing it raises."""
+    from causal_conv1d import causal_conv1d_fn
+
+    return causal_conv1d_fn

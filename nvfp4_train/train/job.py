@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nvfp4_train.config.load import LoadedConfig, load_yaml
+from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.data.build import TrainingData, build_data
 from nvfp4_train.engine.build import PreparedModel, build_engine
+from nvfp4_train.model.mamba_kernels import choose_kernels
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.runtime import Runtime
 from nvfp4_train.precision.coverage import format_coverage, save_coverage
@@ -88,6 +90,8 @@ class Job:
         cfg = self.loaded.cfg
         if self.runtime.is_main:
             show_log()
+        if LayerKind.mamba in cfg.model.layer_kinds:
+            choose_kernels(cfg.model.mamba.kernels, self.mesh.device.type)
         with ExitStack() as stack:
             data = build_data(
                 cfg.data,
