@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from nvfp4_train.config.moe import Activation, MoeConfig
 from nvfp4_train.config.pattern import PATTERN_FIX, LayerKind, LayerPattern, pattern_fault
@@ -72,11 +73,17 @@ class MambaConfig:
                 "use 0 and .inf for no limits",
             ),
             Rule(
+                "dt_max",
+                lambda: self.dt_max != 0,
+                "must be above 0: with time steps of 0 the scan does nothing",
+                "use .inf for no limit",
+            ),
+            Rule(
                 "dt_init_min",
-                lambda: 0 < self.dt_init_floor <= self.dt_init_min <= self.dt_init_max,
+                lambda: 0 < self.dt_init_floor <= self.dt_init_min <= self.dt_init_max < inf,
                 lambda: (
                     f"0 < dt_init_floor ({self.dt_init_floor}) <= dt_init_min ({self.dt_init_min})"
-                    f" <= dt_init_max ({self.dt_init_max})"
+                    f" <= dt_init_max ({self.dt_init_max}), all finite"
                 ),
                 "the published values are 1e-4, 1e-3 and 0.1",
             ),
