@@ -149,7 +149,7 @@ class _WithinChunks(torch.autograd.Function):
     """What the tokens of a chunk receive from each other.
 
     Written out because autograd would keep and traverse several FP32 tensors of size [B, L, G, R, C, C] where this
-    keeps one in the dtype of ``x``.
+    keeps one in the dtype of ``x``. ``exact`` is the causal mask and the remainder of the sums, which have no gradient.
     """
 
     @staticmethod
