@@ -1,0 +1,89 @@
+"""The part of a model that one tensor- and expert-parallel rank holds, as a model of its own."""
+
+from dataclasses import dataclass, replace
+
+from nvfp4_train.analysis.plan.layout import Layout
+from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
+from nvfp4_train.engine.build import PreparedModel, prepare_model
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKey:
+    """What makes two blocks cost the same: their mixer, and which of its Linears stay in the compute dtype."""
+
+    kind: LayerKind
+    kept: frozenset[str]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether some Linear stays."""
+        return bool(self.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    """The blocks of a model by what they cost.
+
+    Args:
+        blocks: Of the main model, in order.
+        mtp: Of one multi-token-prediction depth.
+        kept_ends: The Linears outside blocks that stay: ``lm_head``, ``eh_proj``.
+    """
+
+    blocks: tuple[BlockKey, ...]
+    mtp: tuple[BlockKey, ...]
+    kept_ends: frozenset[str]
+
+
+def local_config(model: ModelConfig, layout: Layout) -> ModelConfig:
+    """Return the widths that a tp rank holds: its heads, groups, d_ff and vocabulary; experts are all still there."""
+    tp = layout.tp
+    mamba, attention = model.mamba, model.attention
+    return replace(
+        model,
+        vocab_size=model.vocab_size // tp,
+        mamba=replace(mamba, num_heads=mamba.num_heads // tp, num_groups=max(mamba.num_groups // tp, 1)),
+        attention=replace(
+            attention, num_heads=attention.num_heads // tp, num_kv_heads=max(attention.num_kv_heads // tp, 1)
+        ),
+        mlp=replace(model.mlp, d_ff=model.mlp.d_ff // tp),
+        moe=replace(model.moe, d_ff=model.moe.d_ff // tp, shared_d_ff=model.moe.shared_d_ff // tp),
+    )
+
+
+def model_keys(prepared: PreparedModel, recipe: RecipeConfig) -> ModelKeys:
+    """Return what each block of a prepared model is."""
+    model = prepared.model
+    kept = {row.module for row in prepared.plan.coverage if row.recipe != recipe.name}
+    return ModelKeys(
+        blocks=tuple(
+            BlockKey(kind=kind, kept=_below(f"blocks.{index}.mixer.", kept))
+            for index, kind in enumerate(model.cfg.layer_kinds)
+        ),
+        mtp=tuple(
+            BlockKey(kind=kind, kept=_below(f"mtp.0.blocks.{index}.mixer.", kept))
+            for index, kind in enumerate(model.cfg.layer_pattern.mtp)
+        ),
+        kept_ends=frozenset(name for name in (HEAD, "eh_proj") if name in kept or f"mtp.0.{name}" in kept),
+    )
+
+
+def _below(prefix: str, names: set[str]) -> frozenset[str]:
+    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layout: Layout) -> PreparedModel:
+    """Build, on the meta device, a model with one block as a rank of the layout holds it.
+
+    Raises:
+        ConfigError: where the local widths do not fit the recipe.
+    """
+    cfg = replace(local_config(model, layout), pattern=key.kind.value, tie_embeddings=True)
+    keep = KeepBf16(
+        first_blocks=0, last_blocks=0, modules=[f"blocks.0.mixer.{name}" for name in sorted(key.kept)], mtp=False
+    )
+    return prepare_model(cfg, replace(recipe, keep_bf16=keep), seed=0)
