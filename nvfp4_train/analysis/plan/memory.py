@@ -1,0 +1,186 @@
+"""Memory of each rank, by what it is for."""
+
+from dataclasses import dataclass, field
+
+from nvfp4_train.analysis.plan.activations import Activations
+from nvfp4_train.analysis.plan.hardware import Label
+from nvfp4_train.analysis.plan.layout import Layout
+from nvfp4_train.analysis.plan.local import BlockKey, ModelKeys
+from nvfp4_train.analysis.plan.optimizer_state import OptimizerState
+from nvfp4_train.analysis.plan.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MASTER_BYTES,
+    MTP,
+    Parameter,
+    Parameters,
+    num_parameters,
+)
+from nvfp4_train.analysis.plan.pipeline import in_flight
+from nvfp4_train.analysis.plan.stages import Stage
+from nvfp4_train.analysis.plan.work import ACTIVATION_BYTES, weight_bytes
+from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.config.recipe import ComputeDtype
+from nvfp4_train.model.loss import CHUNK_ELEMENTS
+
+GRADIENT_BYTES = 4  # FP32
+FRAMEWORK_BYTES = 3 * 2**30  # context, libraries, and what the allocator cannot use
+PREFETCHED_BLOCKS = 2  # the one that computes and the one that is gathered meanwhile
+
+# Everything but activations is arithmetic on shapes; what the last four kinds hold at their peak is modelled.
+LABELS = {
+    "masters": Label.measured,
+    "gradients": Label.measured,
+    "optimizer": Label.measured,
+    "quantized weights": Label.measured,
+    "activations": Label.measured,
+    "gathered weights": Label.modelled,
+    "accumulated gradients": Label.modelled,
+    "communication": Label.modelled,
+    "workspace": Label.modelled,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one pipeline rank by kind; a rank of any other axis has as many, the last ones of uneven shards fewer.
+
+    Args:
+        masters: FP32 parameters.
+        gradients: FP32, sharded like them.
+        optimizer: Its state.
+        quantized_weights: Codes and scales that Linears keep from one microbatch to the next, of whole weights.
+        gathered_weights: Whole weights in the compute dtype, as long as they are there at once.
+        accumulated_gradients: Whole FP32 gradients between the microbatches of a step; of one block if there is one
+            microbatch only.
+        activations: Kept between forward and backward, of all microbatches in flight.
+        communication: Buffers of collectives.
+        workspace: What a backward needs besides: a block's recomputed activations, the gradient of logits, the framework.
+    """
+
+    masters: float
+    gradients: float
+    optimizer: float
+    quantized_weights: float
+    gathered_weights: float
+    accumulated_gradients: float
+    activations: float
+    communication: float
+    workspace: float
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Bytes by the names of ``LABELS``."""
+        return {kind: getattr(self, kind.replace(" ", "_")) for kind in LABELS}
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(kw_only=True)
+class MemoryModel:
+    """Adds up what a rank holds.
+
+    Args:
+        keys: The blocks of the model.
+        parameters: Lists parameters.
+        activations: Tells what blocks keep.
+        state: Of the optimizer.
+        compute_dtype: Of activations and gathered weights.
+    """
+
+    keys: ModelKeys
+    parameters: Parameters
+    activations: Activations
+    state: OptimizerState
+    compute_dtype: ComputeDtype
+    _weighed: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def of_rank(self, stages: list[Stage], layout: Layout, *, rank: int) -> Memory:
+        """Return the memory of a pipeline rank, which holds some of the stages."""
+        own = [stage for stage in stages if stage.index % layout.pp == rank]
+        blocks = [self.keys.blocks[index] for stage in own for index in stage.blocks]
+        parts = [(key.kind, self.parameters.block(key, layout)) for key in blocks]
+        ends = self._ends(own, layout)
+        everything = [*parts, *((None, part) for part in ends.values())]
+        shards = [(kind, p, p.shard(layout)) for kind, part in everything for p in part]
+        elements = sum(size for _, _, size in shards)
+        whole = sum(num_parameters(part) for _, part in everything)
+        largest = max((num_parameters(part) for _, part in everything), default=0)
+        accumulates = layout.num_microbatches > 1
+        return Memory(
+            masters=MASTER_BYTES * elements,
+            gradients=GRADIENT_BYTES * elements,
+            optimizer=sum(self.state.of(p, kind=kind, elements=size) for kind, p, size in shards),
+            quantized_weights=sum(self._codes(part) for _, part in everything),
+            gathered_weights=self._gathered(parts, ends, layout),
+            accumulated_gradients=GRADIENT_BYTES * (whole if accumulates else largest),
+            activations=self._activations(own, blocks, layout, rank=rank),
+            communication=self._buffers(largest, layout),
+            workspace=self._workspace(own, blocks, layout),
+        )
+
+    def _ends(self, own: list[Stage], layout: Layout) -> dict[str, list[Parameter]]:
+        ends = self.parameters.ends(layout)
+        first, last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
+        needs_embedding = first or (last and (HEAD not in ends or MTP in ends))
+        return {
+            name: part
+            for name, part in ends.items()
+            if (needs_embedding if name == EMBEDDING else last if name in (FINAL_NORM, HEAD, MTP) else False)
+        }
+
+    def _codes(self, part: list[Parameter]) -> float:
+        return sum(p.numel * weight_bytes(p.precision.recipe) for p in part if p.precision is not None)
+
+    def _gathered(
+        self, parts: list[tuple[LayerKind, list[Parameter]]], ends: dict[str, list[Parameter]], layout: Layout
+    ) -> float:
+        """Small FP32 modules, the head and the final norm stay; the embedding goes after its forward."""
+        compute = 4 if self.compute_dtype is ComputeDtype.fp32 else ACTIVATION_BYTES
+        sizes = sorted(
+            (compute * sum(p.numel for p in part if not p.is_fp32) for _, part in [*parts, (None, ends.get(MTP, []))]),
+            reverse=True,
+        )
+        blocks = sum(sizes[:PREFETCHED_BLOCKS]) if layout.reshards else sum(sizes)
+        small = sum(MASTER_BYTES * p.numel for _, part in parts for p in part if p.is_fp32)
+        head = sum((MASTER_BYTES if p.is_fp32 else compute) * p.numel for p in ends.get(HEAD, []))
+        embedding = MASTER_BYTES * num_parameters(ends.get(EMBEDDING, []))
+        return small + max(blocks + head, embedding)
+
+    def _activations(self, own: list[Stage], blocks: list[BlockKey], layout: Layout, *, rank: int) -> float:
+        per_token = sum(self.activations.block(key, layout) for key in blocks)
+        if any(stage.is_last for stage in own):
+            per_token += self.activations.ends(layout)
+        return per_token * layout.tokens * in_flight(layout, rank=rank)
+
+    def _workspace(self, own: list[Stage], blocks: list[BlockKey], layout: Layout) -> float:
+        recomputed = 0.0
+        if layout.checkpoint is not ActivationCheckpoint.none:
+            recomputed = max(self.activations.whole_block(key, layout) for key in set(blocks))
+        # a backward holds about as much again of gradients of activations as the widest step of a block
+        gradients = max(self.activations.whole_block(key, layout) for key in set(blocks)) / 2
+        total = (recomputed + gradients) * layout.tokens
+        if any(stage.is_last for stage in own):
+            logits = self.parameters.model.vocab_size // layout.tp * ACTIVATION_BYTES * layout.tokens
+            total += logits + 4 * CHUNK_ELEMENTS
+        return total + FRAMEWORK_BYTES
+
+    def _buffers(self, largest: int, layout: Layout) -> float:
+        """A block's weights on their way in and its gradient on its way out; activations between tp and pp ranks."""
+        total = 0.0
+        if layout.fsdp > 1:
+            total += PREFETCHED_BLOCKS * ACTIVATION_BYTES * largest + GRADIENT_BYTES * largest
+        stream = self.parameters.model.d_model * ACTIVATION_BYTES * layout.tokens
+        if layout.tp > 1:
+            total += 2 * stream
+        if layout.pp > 1:
+            total += 4 * stream / (layout.tp if layout.sequence_parallel else 1)
+        if layout.ep > 1:
+            moe = self.parameters.model.moe
+            total += 2 * layout.tokens * moe.top_k * (moe.d_latent or self.parameters.model.d_model) * ACTIVATION_BYTES
+        return total
