@@ -23,30 +23,44 @@ class Compile(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """Degrees of the mesh axes; their product is the number of ranks.
+    """Degrees of the mesh axes; their product, without that of `ep`, is the number of ranks.
 
     Args:
+        pp_degree: Pipeline stages that live on different ranks.
         dp_replicate_degree: Copies of the (sharded) model.
         dp_shard_degree: Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 takes what
             is left.
+        cp_degree: Ranks that share the tokens of a sequence (context parallelism).
+        tp_degree: Ranks that share the heads and the columns of every layer (tensor parallelism).
+        ep_degree: Ranks that share the experts; folded: it divides dp_shard_degree x cp_degree.
         activation_checkpoint: What is kept between forward and backward.
         compile: What is compiled.
     """
 
+    pp_degree: int
     dp_replicate_degree: int
     dp_shard_degree: int
+    cp_degree: int
+    tp_degree: int
+    ep_degree: int
     activation_checkpoint: ActivationCheckpoint
     compile: Compile
 
     def __post_init__(self) -> None:
         check(
             self,
-            *positive(self, "dp_replicate_degree"),
+            *positive(self, "pp_degree", "dp_replicate_degree", "cp_degree", "tp_degree", "ep_degree"),
             Rule(
                 "dp_shard_degree",
                 lambda: self.dp_shard_degree == -1 or self.dp_shard_degree >= 1,
                 "must be -1 or at least 1",
                 "use -1 to take the ranks that are left",
+            ),
+            Rule(
+                "ep_degree",
+                lambda: self.dp_shard_degree < 1 or (self.dp_shard_degree * self.cp_degree) % self.ep_degree == 0,
+                lambda: f"must divide dp_shard_degree x cp_degree ({self.dp_shard_degree * self.cp_degree})",
+                "lower ep_degree, or raise dp_shard_degree",
             ),
             Rule(
                 "activation_checkpoint",

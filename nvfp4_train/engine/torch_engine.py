@@ -67,7 +67,7 @@ class TorchEngine:
             loss_sum = self._forward(batch)
             (loss_sum / denominator).backward()
             total += loss_sum.detach()
-        return self.mesh.sum_over_data(total) / denominator
+        return self.mesh.sum_over_tokens(total) / denominator
 
     def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
         """Clip the gradients, update the parameters and forget the gradients; see `Engine`."""
@@ -77,9 +77,9 @@ class TorchEngine:
             clip_gradients(parameters, norm=norm, max_norm=self._max_grad_norm)
         skip = (~norm.isfinite()).to(torch.float32)
         apply_update(self._optimizer, lr=lr, weight_decay=weight_decay, skip=skip)
-        balance_experts(self.model, sum_over_data=self.mesh.sum_over_data, skip=skip)
+        balance_experts(self.model, sum_over_data=self.mesh.sum_over_tokens, skip=skip)
         self.step += 1
-        end_step(self.model, largest_over_ranks=self.mesh.max_over_data)
+        end_step(self.model, largest_over_ranks=self.mesh.max_over_tokens)
         if self._after_step is not None:
             self._after_step(self.model, step=self.step)
         self._position.weights_changed()
@@ -94,7 +94,7 @@ class TorchEngine:
         # load.
         reshard(self.model)
         num_labels = batch.num_labels().to(self.mesh.device)
-        return LossSum(loss_sum=self.mesh.sum_over_data(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
+        return LossSum(loss_sum=self.mesh.sum_over_tokens(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
 
     def save(self, path: Path, metadata: dict[str, Any]) -> None:
         """Save a checkpoint; see `Engine`."""

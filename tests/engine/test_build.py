@@ -9,7 +9,7 @@ from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import start_runtime, stop_runtime
 from nvfp4_train.precision.linear import QuantizedLinear
 from tests.support.recipes import cast_recipe, nvfp4_recipe
-from tests.support.tiny import data_parallel, tiny_model, tiny_optimizer, torch_engine
+from tests.support.tiny import parallel_layout, tiny_model, tiny_optimizer, torch_engine
 
 
 def test_preparing_allocates_nothing_and_says_what_each_linear_runs():
@@ -30,14 +30,14 @@ def test_a_rule_of_the_recipe_that_matches_nothing_is_refused_before_anything_is
 
 
 def test_masters_are_fp32_on_the_device_of_the_mesh_whatever_the_compute_dtype():
-    mesh = build_mesh(data_parallel(), start_runtime(Device.cpu))
+    mesh = build_mesh(parallel_layout(), start_runtime(Device.cpu))
     try:
         for dtype in ComputeDtype:
             prepared = prepare_model(tiny_model(), cast_recipe(dtype), seed=0)
             engine = build_engine(
                 prepared,
                 mesh=mesh,
-                parallel_cfg=data_parallel(),
+                parallel_cfg=parallel_layout(),
                 engine_cfg=torch_engine(),
                 optimizer_cfg=tiny_optimizer(),
             )

@@ -23,7 +23,7 @@ from nvfp4_train.precision.operands import OperandRounder
 from tests.support.engines import add_gradients, build_tiny_engine, step_batches, train, whole_parameters
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
-from tests.support.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, data_parallel, tiny_batches, tiny_model
+from tests.support.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, parallel_layout, tiny_batches, tiny_model
 
 NUM_STEPS = 11
 SAVED_STEP = 3
@@ -108,7 +108,7 @@ def train_everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
             runtime,
             cast_recipe(ComputeDtype.fp32),
             model=model_with_experts(),
-            parallel=data_parallel(activation_checkpoint=checkpointing),
+            parallel=parallel_layout(activation_checkpoint=checkpointing),
         )
         found[key] = train(engine, range(3))
         found[f"{key}_corrections"] = corrections(engine)
@@ -152,7 +152,7 @@ def run_two_ranks(runtime: Runtime, folder: Path) -> dict[str, Any]:
     resharded._position.seed = 0
     found["continued"] = train(resharded, range(SAVED_STEP, SAVED_STEP + 2))
     found["replicated"] = train(
-        build_tiny_engine(runtime, cast_recipe(ComputeDtype.fp32), parallel=data_parallel(replicate=2)), range(4)
+        build_tiny_engine(runtime, cast_recipe(ComputeDtype.fp32), parallel=parallel_layout(replicate=2)), range(4)
     )
     found["poisoned"] = poison_one_rank(resharded, runtime)
     return found
@@ -160,7 +160,7 @@ def run_two_ranks(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
 def run_four_ranks(runtime: Runtime) -> list[tuple[float, float]]:
     recipe = cast_recipe(ComputeDtype.fp32)
-    return train(build_tiny_engine(runtime, recipe, parallel=data_parallel(replicate=2, shard=2)), range(4))
+    return train(build_tiny_engine(runtime, recipe, parallel=parallel_layout(replicate=2, shard=2)), range(4))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import Runtime
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import data_parallel
+from tests.support.tiny import parallel_layout
 
 
 def parameter_with_gradient(gradient: Tensor) -> nn.Parameter:
@@ -57,7 +57,7 @@ def clip_sharded(runtime: Runtime) -> tuple[float, list[Tensor], float]:
     """Gradients of every layout that a run has: sharded (one rank of the last has nothing), hybrid, replicated,
     plain.
     """
-    mesh = build_mesh(data_parallel(replicate=2), runtime).device_mesh
+    mesh = build_mesh(parallel_layout(replicate=2), runtime).fsdp_mesh
     layouts = [(Replicate(), Shard(0)), (Replicate(), Replicate()), (Shard(0), Shard(0))]
     parameters = []
     for gradient, layout in zip(gradients(), layouts, strict=True):

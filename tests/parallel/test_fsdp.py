@@ -19,7 +19,7 @@ from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.linear import QuantizedLinear
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
-from tests.support.tiny import data_parallel, tiny_batches, tiny_model, torch_engine
+from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, torch_engine
 
 
 @dataclass
@@ -43,7 +43,7 @@ def build_bf16(mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool 
     apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
     engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward)
     parallelize(
-        model, mesh=mesh, parallel_cfg=data_parallel(), engine_cfg=engine_cfg, compute_dtype=model.compute_dtype
+        model, mesh=mesh, parallel_cfg=parallel_layout(), engine_cfg=engine_cfg, compute_dtype=model.compute_dtype
     )
     materialize(model, mesh=mesh, seed=0)
     return model
@@ -75,7 +75,7 @@ def run_step(model: HybridLM, batches: list[Batch], *, keeps_gathered: bool = Fa
 
 
 def look(runtime: Runtime, tie_embeddings: bool, reshard_after_forward: bool) -> Seen:
-    mesh = build_mesh(data_parallel(), runtime)
+    mesh = build_mesh(parallel_layout(), runtime)
     model = build_bf16(mesh, tie_embeddings=tie_embeddings, reshard_after_forward=reshard_after_forward)
     weights = watch_weights(model)
     batches = tiny_batches(step=0)[mesh.dp_rank :: mesh.dp_degree]
@@ -96,7 +96,7 @@ def look_at_all(runtime: Runtime) -> dict[tuple[bool, bool], Seen]:
 
 def gradients_by_microbatch(runtime: Runtime) -> list[dict[str, Tensor]]:
     """Gradient of each microbatch alone, on one rank that holds everything."""
-    mesh = build_mesh(data_parallel(), runtime)
+    mesh = build_mesh(parallel_layout(), runtime)
     model = build_bf16(mesh, tie_embeddings=False)
     found = []
     for batch in tiny_batches(step=0):

@@ -10,7 +10,7 @@ from nvfp4_train.parallel.materialize import materialize, write_shard
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import Runtime
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import data_parallel, tiny_model, torch_engine
+from tests.support.tiny import parallel_layout, tiny_model, torch_engine
 
 
 def test_a_plain_parameter_gets_the_whole_value():
@@ -20,10 +20,12 @@ def test_a_plain_parameter_gets_the_whole_value():
 
 
 def initialize(runtime: Runtime, seed: int) -> tuple[dict[str, Tensor], int]:
-    mesh = build_mesh(data_parallel(), runtime)
+    mesh = build_mesh(parallel_layout(), runtime)
     with torch.device("meta"):
         model = build_model(tiny_model())
-    parallelize(model, mesh=mesh, parallel_cfg=data_parallel(), engine_cfg=torch_engine(), compute_dtype=torch.bfloat16)
+    parallelize(
+        model, mesh=mesh, parallel_cfg=parallel_layout(), engine_cfg=torch_engine(), compute_dtype=torch.bfloat16
+    )
     materialize(model, mesh=mesh, seed=seed)
     uneven = nn.Parameter(distribute_tensor(torch.zeros(5, 2), mesh.fsdp_mesh, [Shard(0)]))
     write_shard(uneven, torch.arange(10.0).view(5, 2))

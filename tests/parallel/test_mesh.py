@@ -6,7 +6,7 @@ from nvfp4_train.config.run import Device
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import data_parallel
+from tests.support.tiny import parallel_layout
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def batch(*, micro: int, total: int, ramp: tuple[int, int, int] = (0, 0, 0)) -> 
 
 
 def test_one_rank_is_a_mesh_of_ones(runtime):
-    mesh = build_mesh(data_parallel(), runtime)
+    mesh = build_mesh(parallel_layout(), runtime)
     assert (mesh.dp_rank, mesh.dp_degree, mesh.degree("dp_shard"), mesh.degree("dp_replicate")) == (0, 1, 1, 1)
     value = torch.tensor([1.5, 2.0])
     total = mesh.sum_over_data(value)
@@ -38,13 +38,13 @@ def test_degrees_that_do_not_multiply_to_the_ranks_are_refused(runtime):
     with pytest.raises(
         ValueError, match=r"dp_replicate_degree 2 x dp_shard_degree 3 = 6, but there are 1 ranks; start 6"
     ):
-        build_mesh(data_parallel(replicate=2, shard=3), runtime)
+        build_mesh(parallel_layout(replicate=2, shard=3), runtime)
     with pytest.raises(ValueError, match=r"dp_replicate_degree 2 x dp_shard_degree 1 = 2, but there are 1 ranks"):
-        build_mesh(data_parallel(replicate=2), runtime)
+        build_mesh(parallel_layout(replicate=2), runtime)
 
 
 def test_a_batch_that_does_not_split_evenly_is_refused(runtime):
-    mesh = build_mesh(data_parallel(), runtime)
+    mesh = build_mesh(parallel_layout(), runtime)
     mesh.check_batch(batch(micro=2, total=8))
     mesh.check_batch(batch(micro=2, total=8, ramp=(4, 2, 100)))
 
@@ -52,9 +52,9 @@ def test_a_batch_that_does_not_split_evenly_is_refused(runtime):
 def describe_meshes(runtime: Runtime) -> dict[str, tuple]:
     found = {}
     for name, cfg in {
-        "replicate": data_parallel(replicate=4),
-        "shard": data_parallel(),
-        "hybrid": data_parallel(replicate=2),
+        "replicate": parallel_layout(replicate=4),
+        "shard": parallel_layout(),
+        "hybrid": parallel_layout(replicate=2),
     }.items():
         mesh = build_mesh(cfg, runtime)
         total = mesh.sum_over_data(torch.tensor(10.0**runtime.rank))
@@ -82,3 +82,27 @@ def test_four_ranks():
             "shard": (rank, 4, (4,), 1111.0, complaints),
             "hybrid": (rank, 4, (2, 2), 1111.0, complaints),
         }
+
+
+def describe_every_axis(runtime: Runtime) -> tuple[dict[str, int], dict[str, float]]:
+    mesh = build_mesh(parallel_layout(shard=2, cp=2, tp=2, ep=2), runtime)
+    mark = torch.tensor(10.0**runtime.rank)
+    sums = {"data": mesh.sum_over_data(mark).item(), "tokens": mesh.sum_over_tokens(mark).item()}
+    assert mesh.max_over_tokens(mark).item() == 10.0 ** (6 + mesh.rank("tp"))
+    assert (mesh.fsdp_mesh.shape, mesh.expert_fsdp_mesh.shape) == ((4,), (2,))
+    return {axis: mesh.rank(axis) for axis in ("pp", "dp_shard", "cp", "tp", "ep")}, sums
+
+
+@pytest.mark.distributed
+def test_eight_ranks_along_every_axis():
+    found = run_on_ranks(describe_every_axis, 8)
+    for rank, (axes, sums) in enumerate(found):
+        # experts are spread over neighbours among the ranks that hold different tokens
+        assert axes == {"pp": 0, "dp_shard": rank // 4, "cp": rank // 2 % 2, "tp": rank % 2, "ep": rank // 2 % 2}
+        assert sums["data"] == sum(10.0**other for other in range(8) if other % 4 == rank % 4)
+        assert sums["tokens"] == sum(10.0**other for other in range(8) if other % 2 == rank % 2)
+
+
+def test_experts_need_ranks_to_be_spread_over(runtime):
+    with pytest.raises(ValueError, match=r"ep_degree = 2 must divide dp_shard_degree x cp_degree = 1 x 1 = 1"):
+        build_mesh(parallel_layout(ep=2), runtime)

@@ -13,7 +13,7 @@ from nvfp4_train.engine.base import Engine
 from nvfp4_train.engine.build import build_engine, prepare_model
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import Runtime
-from tests.support.tiny import data_parallel, tiny_batches, tiny_model, tiny_optimizer, torch_engine
+from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
 
 LEARNING_RATE = 3e-3
 
@@ -26,7 +26,7 @@ def build_tiny_engine(
     parallel: ParallelConfig | None = None,
     seed: int = 0,
 ) -> Engine:
-    parallel = parallel or data_parallel()
+    parallel = parallel or parallel_layout()
     mesh = build_mesh(parallel, runtime)
     prepared = prepare_model(model or tiny_model(), recipe, seed=seed)
     return build_engine(

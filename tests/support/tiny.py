@@ -64,16 +64,24 @@ def tiny_optimizer(**changes: float) -> AdamWConfig:
     return replace(cfg, **changes)
 
 
-def data_parallel(
+def parallel_layout(
     *,
     replicate: int = 1,
     shard: int = -1,
+    pp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none,
     compile: Compile = Compile.none,
 ) -> ParallelConfig:
     return ParallelConfig(
+        pp_degree=pp,
         dp_replicate_degree=replicate,
         dp_shard_degree=shard,
+        cp_degree=cp,
+        tp_degree=tp,
+        ep_degree=ep,
         activation_checkpoint=activation_checkpoint,
         compile=compile,
     )
