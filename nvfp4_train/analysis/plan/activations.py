@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_train.analysis.plan.layout import Layout
-from nvfp4_train.analysis.plan.local import BlockKey, local_block, local_config
+from nvfp4_train.analysis.plan.local import BlockKey, BuiltModel, build_on_meta, local_block, local_config
 from nvfp4_train.analysis.plan.saved import FlashAttention, kept_bytes, merge_experts
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
-from nvfp4_train.engine.build import PreparedModel, prepare_model
 from nvfp4_train.model.documents import Documents, locate_documents
 from nvfp4_train.model.hybrid import HybridLM, build_model
 from nvfp4_train.model.init import init_parameters
@@ -119,8 +118,8 @@ class Activations:
         kept = whole - self._measure_block(model.blocks[0], layout)
         return kept - self._saved_by_sequence_parallel(model.final_norm, layout)
 
-    def _built(self, prepared: PreparedModel, checkpoint: ActivationCheckpoint) -> HybridLM:
-        model = prepared.model
+    def _built(self, built: BuiltModel, checkpoint: ActivationCheckpoint) -> HybridLM:
+        model = built.model
         if self.device == "meta":
             merge_experts(model)
         else:
@@ -147,10 +146,10 @@ class Activations:
         return torch.float32 if self.model.residual_fp32 else TORCH_DTYPE[self.recipe.compute_dtype]
 
 
-def _prepare_ends(cfg: ModelConfig, recipe: RecipeConfig) -> PreparedModel:
+def _prepare_ends(cfg: ModelConfig, recipe: RecipeConfig) -> BuiltModel:
     with torch.device("meta"):
         model = build_model(cfg)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | GroupedLinear)]
     globs = [glob for glob in recipe.keep_bf16.modules if any(fnmatchcase(name, glob) for name in linears)]
     keep = KeepBf16(first_blocks=0, last_blocks=0, modules=globs, mtp=recipe.keep_bf16.mtp)
-    return prepare_model(cfg, replace(recipe, keep_bf16=keep), seed=0)
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))

@@ -1,5 +1,6 @@
 """Bytes that one rank sends along each axis of the mesh in a step, and over which link."""
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -64,15 +65,18 @@ def step_traffic(
     blocks: list[BlockKey],
     ends: list[Parameter],
     *,
-    model: ModelConfig,
     parameters: Parameters,
     layout: Layout,
     hardware: Hardware,
 ) -> list[Traffic]:
     """Return what a rank that holds these blocks and these parameters of the ends sends in a step."""
-    kinds = [key.kind for key in blocks]
-    listed = [(parameter, True) for key in blocks for parameter in parameters.block(key, layout)]
-    listed += [(parameter, False) for parameter in ends]
+    model, kinds = parameters.model, [key.kind for key in blocks]
+    listed = [
+        (parameter, count, True)
+        for key, count in Counter(blocks).items()
+        for parameter in parameters.block(key, layout)
+    ]
+    listed += [(parameter, 1, False) for parameter in ends]
     found = [
         *_data_traffic(listed, layout),
         *_tensor_traffic(len(blocks), model, layout),
@@ -90,20 +94,21 @@ def step_traffic(
 _Row = tuple[str, str, float, bool]
 
 
-def _data_traffic(listed: list[tuple[Parameter, bool]], layout: Layout) -> list[_Row]:
+def _data_traffic(listed: list[tuple[Parameter, int, bool]], layout: Layout) -> list[_Row]:
     """FSDP gathers the blocks' weights for each forward and backward, or once a step; gradients travel once a step."""
     gathers = 2 * layout.num_microbatches if layout.reshards else 1
     gathered = reduced = replicated = 0.0
-    for parameter, is_block in listed:
+    for parameter, times, is_block in listed:
         shards = layout.expert_fsdp if parameter.is_expert else layout.fsdp
         share = (shards - 1) / shards
         bytes_per_element = 4.0 if parameter.is_fp32 else 2.0
         if layout.gathers_codes and parameter.precision is not None and parameter.shape[0] % (16 * shards) == 0:
             bytes_per_element = NVFP4_BYTES
-        gathered += parameter.numel * share * bytes_per_element * (gathers if is_block else 1)
-        reduced += parameter.numel * share * GRADIENT_BYTES
+        elements = parameter.numel * times
+        gathered += elements * share * bytes_per_element * (gathers if is_block else 1)
+        reduced += elements * share * GRADIENT_BYTES
         copies = layout.dp_replicate
-        replicated += parameter.numel / shards * 2 * (copies - 1) / copies * GRADIENT_BYTES
+        replicated += elements / shards * 2 * (copies - 1) / copies * GRADIENT_BYTES
     return [
         ("dp_shard", "all-gather of weights", gathered, True),
         ("dp_shard", "reduce-scatter of gradients", reduced, True),

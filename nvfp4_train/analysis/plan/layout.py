@@ -109,8 +109,12 @@ def layout_of(cfg: TrainConfig) -> Layout:
     """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left."""
     parallel, engine = cfg.parallel, cfg.engine
     return Layout(
+        pp=parallel.pp_degree,
         dp_replicate=parallel.dp_replicate_degree,
         dp_shard=max(parallel.dp_shard_degree, 0),
+        cp=parallel.cp_degree,
+        tp=parallel.tp_degree,
+        ep=parallel.ep_degree,
         checkpoint=parallel.activation_checkpoint,
         reshards=engine.reshard_after_forward if isinstance(engine, TorchEngineConfig) else False,
         micro_batch_size=cfg.batch.micro_batch_size,

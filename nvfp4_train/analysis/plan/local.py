@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from nvfp4_train.analysis.plan.layout import Layout
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
-from nvfp4_train.engine.build import PreparedModel, prepare_model
+from nvfp4_train.model.hybrid import HybridLM, build_model
+from nvfp4_train.precision.apply import apply_precision
+from nvfp4_train.precision.coverage import CoverageRow
 
 HEAD = "lm_head"
 
@@ -39,6 +43,30 @@ class ModelKeys:
     kept_ends: frozenset[str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model on the meta device after the precision pass.
+
+    Args:
+        model: Its modules.
+        coverage: What each Linear runs.
+    """
+
+    model: HybridLM
+    coverage: list[CoverageRow]
+
+
+def build_on_meta(model_cfg: ModelConfig, recipe_cfg: RecipeConfig) -> BuiltModel:
+    """Build a model without memory, as an engine does before it spreads it over ranks.
+
+    Raises:
+        ConfigError: where shapes or rules do not fit the recipe.
+    """
+    with torch.device("meta"):
+        model = build_model(model_cfg)
+    return BuiltModel(model=model, coverage=apply_precision(model, recipe_cfg, seed=0).coverage)
+
+
 def local_config(model: ModelConfig, layout: Layout) -> ModelConfig:
     """Return the widths that a tp rank holds: its heads, groups, d_ff and vocabulary; experts are all still there."""
     tp = layout.tp
@@ -55,10 +83,10 @@ def local_config(model: ModelConfig, layout: Layout) -> ModelConfig:
     )
 
 
-def model_keys(prepared: PreparedModel, recipe: RecipeConfig) -> ModelKeys:
-    """Return what each block of a prepared model is."""
-    model = prepared.model
-    kept = {row.module for row in prepared.plan.coverage if row.recipe != recipe.name}
+def model_keys(built: BuiltModel, recipe: RecipeConfig) -> ModelKeys:
+    """Return what each block of a built model is."""
+    model = built.model
+    kept = {row.module for row in built.coverage if row.recipe != recipe.name}
     return ModelKeys(
         blocks=tuple(
             BlockKey(kind=kind, kept=_below(f"blocks.{index}.mixer.", kept))
@@ -76,7 +104,7 @@ def _below(prefix: str, names: set[str]) -> frozenset[str]:
     return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
-def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layout: Layout) -> PreparedModel:
+def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layout: Layout) -> BuiltModel:
     """Build, on the meta device, a model with one block as a rank of the layout holds it.
 
     Raises:
@@ -86,4 +114,4 @@ def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layo
     keep = KeepBf16(
         first_blocks=0, last_blocks=0, modules=[f"blocks.0.mixer.{name}" for name in sorted(key.kept)], mtp=False
     )
-    return prepare_model(cfg, replace(recipe, keep_bf16=keep), seed=0)
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from nvfp4_train.analysis.plan.activations import Activations
 from nvfp4_train.analysis.plan.hardware import Label
 from nvfp4_train.analysis.plan.layout import Layout
-from nvfp4_train.analysis.plan.local import BlockKey, ModelKeys
+from nvfp4_train.analysis.plan.local import HEAD, BlockKey, ModelKeys
 from nvfp4_train.analysis.plan.optimizer_state import OptimizerState
 from nvfp4_train.analysis.plan.parameters import (
     EMBEDDING,
     FINAL_NORM,
-    HEAD,
     MASTER_BYTES,
     MTP,
     Parameter,

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from nvfp4_train.analysis.plan.layout import Layout
-from nvfp4_train.analysis.plan.local import HEAD, BlockKey, local_block, local_config
+from nvfp4_train.analysis.plan.local import BlockKey, build_on_meta, local_block, local_config
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.recipe import RecipeConfig
-from nvfp4_train.engine.build import prepare_model
 from nvfp4_train.model.linear import GroupedLinear
 from nvfp4_train.precision.linear import LinearPrecision
 
@@ -78,7 +77,7 @@ class Parameters:
         if what not in self._known:
             cfg = replace(local_config(self.model, layout), pattern=f"-{tail}")
             keep = replace(self.recipe.keep_bf16, first_blocks=0, last_blocks=0, modules=[])
-            built = prepare_model(cfg, replace(self.recipe, keep_bf16=keep), seed=0).model
+            built = build_on_meta(cfg, replace(self.recipe, keep_bf16=keep)).model
             self._known[what] = [*_parameters(built, layout, prefix="")]
         parts: dict[str, list[Parameter]] = {}
         for parameter in self._known[what]:
@@ -107,4 +106,3 @@ def num_parameters(parts: list[Parameter]) -> int:
     return sum(parameter.numel for parameter in parts)
 
 
-__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "MASTER_BYTES", "MTP", "Parameter", "Parameters", "num_parameters"]

@@ -10,12 +10,11 @@ from enum import StrEnum
 from torch import nn
 
 from nvfp4_train.analysis.plan.layout import Layout
-from nvfp4_train.analysis.plan.local import BlockKey, local_block, local_config
+from nvfp4_train.analysis.plan.local import BlockKey, build_on_meta, local_block, local_config
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.moe import Activation
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import LinearRecipe, RecipeConfig
-from nvfp4_train.engine.build import prepare_model
 from nvfp4_train.model.flops import FLASH_BACKWARD, Product, count_flops
 from nvfp4_train.numerics.spec import FOUR_BIT_FORMATS, Format, OperandSpec
 from nvfp4_train.precision.experts import QuantizedExperts
@@ -138,7 +137,7 @@ class Work:
         tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
         cfg = replace(local_config(self.model, layout), pattern=f"-{tail}", tie_embeddings=False)
         keep = replace(self.recipe.keep_bf16, first_blocks=0, last_blocks=0, modules=["lm_head"])
-        built = prepare_model(cfg, replace(self.recipe, keep_bf16=keep), seed=0).model
+        built = build_on_meta(cfg, replace(self.recipe, keep_bf16=keep)).model
         depths = pattern.num_mtp_depths
         found = _linears(built, layout)
         head = [work for work in found if work.name == "lm_head"] * (1 + depths)

@@ -1,0 +1,229 @@
+"""Seconds of a step on named hardware: a model with few constants, which `calibration` holds against published runs."""
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from nvfp4_train.analysis.plan.communication import Link, Traffic
+from nvfp4_train.analysis.plan.hardware import Hardware
+from nvfp4_train.analysis.plan.layout import Layout
+from nvfp4_train.analysis.plan.local import BlockKey
+from nvfp4_train.analysis.plan.pipeline import bubble
+from nvfp4_train.analysis.plan.work import ACTIVATION_BYTES, BlockWork, LinearWork, Speed, Work
+from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.config.pattern import LayerKind
+
+# Kernels of a block, forward and backward together, as fused implementations launch them.
+KERNELS = {LayerKind.mamba: 40, LayerKind.attention: 30, LayerKind.mlp: 20, LayerKind.moe: 60}
+OPTIMIZER_BYTES = 3 * 4 + 2 * 4 + 4  # AdamW in FP32 reads and writes masters and moments, and reads gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """What the model does not derive: shares of the published peaks that real kernels reach; fitted, see calibration.yaml.
+
+    Args:
+        gemm_bf16: Of the BF16 peak, for a product so large that reading and writing do not count.
+        gemm_fp8: Of the FP8 peak.
+        gemm_fp4: Of the FP4 peak.
+        attention: Of the BF16 peak.
+        scan: Of the BF16 peak.
+        memory: Of HBM bandwidth, for traffic between products.
+        quantize: Of HBM bandwidth, for passes that quantize.
+        link: Of the bandwidth of a domain or a network.
+        overlap: Of the time of computing that transfers can hide behind.
+        kernel_seconds: Of the host or the device between two kernels.
+        experts: Factor on the traffic of routing: sorting, counting, padding.
+    """
+
+    gemm_bf16: float
+    gemm_fp8: float
+    gemm_fp4: float
+    attention: float
+    scan: float
+    memory: float
+    quantize: float
+    link: float
+    overlap: float
+    kernel_seconds: float
+    experts: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step by what takes them, on the pipeline rank that is slowest.
+
+    Args:
+        gemm_fp4: Products with two 4-bit operands on 4-bit units.
+        gemm_fp8: On 8-bit units.
+        gemm_bf16: On 16-bit units, emulated formats and the router too.
+        quantization: Passes over operands.
+        attention: Scores and values.
+        scan: Of Mamba-2.
+        elementwise: Norms, activations, convolutions, residuals, routing.
+        launches: Between kernels.
+        transfers: Between ranks, where nothing hides them.
+        optimizer: Its traffic, and quantizing weights.
+        bubble: Waiting in the pipeline.
+    """
+
+    gemm_fp4: float
+    gemm_fp8: float
+    gemm_bf16: float
+    quantization: float
+    attention: float
+    scan: float
+    elementwise: float
+    launches: float
+    transfers: float
+    optimizer: float
+    bubble: float
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        """Seconds by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.by_part.values())
+
+
+def step_time(
+    blocks: list[BlockKey],
+    ends: list[LinearWork],
+    traffic: list[Traffic],
+    *,
+    work: Work,
+    layout: Layout,
+    machine: "Machine",
+) -> StepTime:
+    """Return the seconds of a step on a rank that holds these blocks.
+
+    Args:
+        blocks: Of the rank.
+        ends: Linears outside blocks, if the rank has them.
+        traffic: Of the rank in a step.
+        work: Looks at blocks.
+        layout: How ranks share the run.
+        machine: Hardware and how well it is used.
+    """
+    recomputes = layout.checkpoint is ActivationCheckpoint.block
+    seconds: Counter[str] = Counter()
+    for key, count in Counter(blocks).items():
+        for part, value in machine.block_seconds(work.block(key, layout), key, layout, recomputes=recomputes).items():
+            seconds[part] += count * value
+    for linear in ends:
+        seconds.update(machine.linear_seconds(linear, layout, recomputes=False))
+    for part in seconds:
+        seconds[part] *= layout.num_microbatches
+    computing = sum(seconds.values())
+    seconds["optimizer"] = machine.optimizer_seconds(blocks, ends, work, layout)
+    seconds["transfers"] = machine.exposed_seconds(traffic, computing=computing)
+    seconds["bubble"] = bubble(layout) * (computing + machine.exposed_seconds(_in_line(traffic), computing=0.0))
+    return StepTime(**{item.name: seconds[item.name] for item in fields(StepTime)})
+
+
+def _in_line(traffic: list[Traffic]) -> list[Traffic]:
+    return [item for item in traffic if not item.can_overlap]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """An accelerator and how much of it is reached."""
+
+    hardware: Hardware
+    efficiency: Efficiency
+
+    def block_seconds(
+        self, work: BlockWork, key: BlockKey, layout: Layout, *, recomputes: bool
+    ) -> dict[str, float]:
+        """Return the seconds of a microbatch in one block, by part."""
+        hardware, efficiency, tokens = self.hardware, self.efficiency, layout.tokens
+        forwards = 2 if recomputes else 1
+        seconds: Counter[str] = Counter()
+        for linear in work.linears:
+            seconds.update(self.linear_seconds(linear, layout, recomputes=recomputes))
+        flops = work.attention_flops * tokens * (forwards + work.backward_attention)
+        seconds["attention"] += flops / (hardware.bf16 * efficiency.attention)
+        seconds["scan"] += work.scan_flops * tokens * (forwards + 2) / (hardware.bf16 * efficiency.scan)
+        seconds["gemm_bf16"] += 3 * work.router_flops * tokens / self._peak(Speed.fp32)
+        moved = (work.forward_bytes * forwards + work.backward_bytes) * tokens
+        moved += 4 * work.routed_bytes * tokens * (efficiency.experts - 1)
+        seconds["elementwise"] += moved / (hardware.memory_bandwidth * efficiency.memory)
+        seconds["launches"] += KERNELS[key.kind] * (forwards + 2) / 3 * efficiency.kernel_seconds
+        return dict(seconds)
+
+    def linear_seconds(self, linear: LinearWork, layout: Layout, *, recomputes: bool) -> dict[str, float]:
+        """Return the seconds of a microbatch in one Linear: its three products and the passes that quantize."""
+        hardware, efficiency = self.hardware, self.efficiency
+        rows = linear.rows_per_token * layout.tokens
+        seconds: Counter[str] = Counter()
+        for gemm in linear.gemms:
+            times = 2 if recomputes and gemm.is_forward else 1
+            speed = self.speed(gemm.speed, emulated=not set(gemm.formats) <= set(hardware.fp4_formats))
+            width = {Speed.fp32: 4, Speed.bf16: 2, Speed.fp8: 1, Speed.fp4: 0.5625}[speed]
+            operands = width * rows * (linear.inputs + linear.outputs) + width * linear.weight_elements
+            results = ACTIVATION_BYTES * rows * max(linear.inputs, linear.outputs)
+            seconds[_PART[speed]] += times * (
+                linear.flops * layout.tokens / self._peak(speed)
+                + (operands + results) / 2 / (hardware.memory_bandwidth * efficiency.memory)
+            )
+            if speed is Speed.bf16 and gemm.speed is not Speed.bf16:  # emulated: codes are decoded before each product
+                decoded = (ACTIVATION_BYTES + 0.5) * (rows * linear.inputs + linear.weight_elements)
+                seconds["quantization"] += times * decoded / (hardware.memory_bandwidth * efficiency.memory)
+        x, dy, _ = linear.quantized_bytes
+        moved = rows * (x * linear.inputs * (2 if recomputes else 1) + dy * linear.outputs)
+        seconds["quantization"] += moved / (hardware.memory_bandwidth * efficiency.quantize)
+        return dict(seconds)
+
+    def speed(self, wanted: Speed, *, emulated: bool) -> Speed:
+        """Return the units that a product runs on: BF16 where the hardware has none of the format."""
+        if wanted is Speed.fp4 and (self.hardware.fp4 is None or emulated):
+            return Speed.bf16
+        return Speed.bf16 if wanted is Speed.fp8 and self.hardware.fp8 is None else wanted
+
+    def optimizer_seconds(
+        self, blocks: list[BlockKey], ends: list[LinearWork], work: Work, layout: Layout
+    ) -> float:
+        """Return the seconds of the update and of quantizing the weights once."""
+        counted = Counter(blocks).items()
+        linears = [(linear, count) for key, count in counted for linear in work.block(key, layout).linears]
+        linears += [(linear, 1) for linear in ends]
+        whole = sum(count * linear.weight_elements for linear, count in linears)
+        codes = sum(count * linear.weight_elements * linear.quantized_bytes[2] for linear, count in linears)
+        update = OPTIMIZER_BYTES * whole / layout.fsdp / (self.hardware.memory_bandwidth * self.efficiency.memory)
+        return update + codes / (self.hardware.memory_bandwidth * self.efficiency.quantize)
+
+    def exposed_seconds(self, traffic: list[Traffic], *, computing: float) -> float:
+        """Return the seconds that a rank waits for others: all transfers that nothing hides, and what of the others is
+        longer than the computing that they hide behind."""
+        exposed = sum(self.seconds(item) for item in _in_line(traffic))
+        hidden = sum(self.seconds(item) for item in traffic if item.can_overlap)
+        return exposed + max(0.0, hidden - self.efficiency.overlap * computing)
+
+    def seconds(self, item: Traffic) -> float:
+        """Return the seconds of a transfer by itself."""
+        bandwidth = self.hardware.domain_bandwidth if item.link is Link.domain else self.hardware.network
+        return item.bytes / (bandwidth * self.efficiency.link)
+
+    def _peak(self, speed: Speed) -> float:
+        """FLOP/s that large products reach; FP32 runs at half the BF16 peak at most (TF32)."""
+        hardware, efficiency = self.hardware, self.efficiency
+        match speed:
+            case Speed.fp4:
+                return (hardware.fp4 or hardware.bf16) * efficiency.gemm_fp4
+            case Speed.fp8:
+                return (hardware.fp8 or hardware.bf16) * efficiency.gemm_fp8
+            case Speed.bf16:
+                return hardware.bf16 * efficiency.gemm_bf16
+            case Speed.fp32:
+                return hardware.bf16 / 2 * efficiency.gemm_bf16
+
+
+_PART = {
+    Speed.fp4: "gemm_fp4",
+    Speed.fp8: "gemm_fp8",
+    Speed.bf16: "gemm_bf16",
+    Speed.fp32: "gemm_bf16",
+}
