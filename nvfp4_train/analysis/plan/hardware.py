@@ -1,7 +1,8 @@
 """Accelerators: peaks, memory, links and prices, each with its source."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -52,7 +53,7 @@ class Hardware:
     domain_bandwidth: float
     network: float
     price: float
-    figures: dict[str, Figure]
+    figures: dict[str, Figure] = field(compare=False)
 
     def with_price(self, price: float) -> "Hardware":
         """Return the same accelerator at a price of the user's, in USD per GPU hour."""
@@ -94,6 +95,7 @@ def _figure(item: dict[str, Any], sources: dict[str, dict[str, str]]) -> Figure:
     )
 
 
+@cache
 def _read() -> dict[str, Any]:
     text = files("nvfp4_train.analysis.plan").joinpath("hardware.yaml").read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.safe_load(text)

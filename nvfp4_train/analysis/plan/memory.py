@@ -1,5 +1,6 @@
 """Memory of each rank, by what it is for."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from nvfp4_train.analysis.plan.activations import Activations
@@ -80,6 +81,27 @@ class Memory:
         return sum(self.by_kind.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Totals:
+    """Sums over the parameters of a block, or of a part of the ends, on one rank.
+
+    Args:
+        shard: Elements that the rank keeps.
+        whole: Elements on the tp and ep rank.
+        state: Bytes of optimizer state.
+        codes: Bytes of weights that are kept quantized.
+        gathered: Bytes of the whole weights in the compute dtype, without those that are read in FP32.
+        small: Bytes of those in FP32.
+    """
+
+    shard: int
+    whole: int
+    state: int
+    codes: float
+    gathered: float
+    small: float
+
+
 @dataclass(kw_only=True)
 class MemoryModel:
     """Adds up what a rank holds.
@@ -97,72 +119,76 @@ class MemoryModel:
     activations: Activations
     state: OptimizerState
     compute_dtype: ComputeDtype
-    _weighed: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], _Totals] = field(default_factory=dict)
 
     def of_rank(self, stages: list[Stage], layout: Layout, *, rank: int) -> Memory:
         """Return the memory of a pipeline rank, which holds some of the stages."""
         own = [stage for stage in stages if stage.index % layout.pp == rank]
-        blocks = [self.keys.blocks[index] for stage in own for index in stage.blocks]
-        parts = [(key.kind, self.parameters.block(key, layout)) for key in blocks]
+        blocks = Counter(self.keys.blocks[index] for stage in own for index in stage.blocks)
         ends = self._ends(own, layout)
-        everything = [*parts, *((None, part) for part in ends.values())]
-        shards = [(kind, p, p.shard(layout)) for kind, part in everything for p in part]
-        elements = sum(size for _, _, size in shards)
-        whole = sum(num_parameters(part) for _, part in everything)
-        largest = max((num_parameters(part) for _, part in everything), default=0)
-        accumulates = layout.num_microbatches > 1
+        parts = [(self._block_totals(key, layout), count) for key, count in blocks.items()]
+        everything = [*parts, *((total, 1) for total in ends.values())]
+        elements = sum(count * part.shard for part, count in everything)
+        whole = sum(count * part.whole for part, count in everything)
+        largest = max((part.whole for part, _ in everything), default=0)
         return Memory(
             masters=MASTER_BYTES * elements,
             gradients=GRADIENT_BYTES * elements,
-            optimizer=sum(self.state.of(p, kind=kind, elements=size) for kind, p, size in shards),
-            quantized_weights=sum(self._codes(part) for _, part in everything),
-            gathered_weights=self._gathered(parts, ends, layout),
-            accumulated_gradients=GRADIENT_BYTES * (whole if accumulates else largest),
+            optimizer=sum(count * part.state for part, count in everything),
+            quantized_weights=sum(count * part.codes for part, count in everything),
+            gathered_weights=_gathered(parts, ends, layout),
+            accumulated_gradients=GRADIENT_BYTES * (whole if layout.num_microbatches > 1 else largest),
             activations=self._activations(own, blocks, layout, rank=rank),
             communication=self._buffers(largest, layout),
             workspace=self._workspace(own, blocks, layout),
         )
 
-    def _ends(self, own: list[Stage], layout: Layout) -> dict[str, list[Parameter]]:
+    def _ends(self, own: list[Stage], layout: Layout) -> dict[str, _Totals]:
         ends = self.parameters.ends(layout)
         first, last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
-        needs_embedding = first or (last and (HEAD not in ends or MTP in ends))
+        held = {
+            # the last stage of a pipeline needs it again where it is the head, and for multi-token prediction
+            EMBEDDING: first or (last and (HEAD not in ends or MTP in ends)),
+            FINAL_NORM: last,
+            HEAD: last,
+            MTP: last,
+        }
         return {
-            name: part
-            for name, part in ends.items()
-            if (needs_embedding if name == EMBEDDING else last if name in (FINAL_NORM, HEAD, MTP) else False)
+            name: self._totals((name,), part, layout, kind=None) for name, part in ends.items() if held.get(name, False)
         }
 
-    def _codes(self, part: list[Parameter]) -> float:
-        return sum(p.numel * weight_bytes(p.precision.recipe) for p in part if p.precision is not None)
+    def _block_totals(self, key: BlockKey, layout: Layout) -> _Totals:
+        return self._totals((key,), self.parameters.block(key, layout), layout, kind=key.kind)
 
-    def _gathered(
-        self, parts: list[tuple[LayerKind, list[Parameter]]], ends: dict[str, list[Parameter]], layout: Layout
-    ) -> float:
-        """Small FP32 modules, the head and the final norm stay; the embedding goes after its forward."""
-        compute = 4 if self.compute_dtype is ComputeDtype.fp32 else ACTIVATION_BYTES
-        sizes = sorted(
-            (compute * sum(p.numel for p in part if not p.is_fp32) for _, part in [*parts, (None, ends.get(MTP, []))]),
-            reverse=True,
-        )
-        blocks = sum(sizes[:PREFETCHED_BLOCKS]) if layout.reshards else sum(sizes)
-        small = sum(MASTER_BYTES * p.numel for _, part in parts for p in part if p.is_fp32)
-        head = sum((MASTER_BYTES if p.is_fp32 else compute) * p.numel for p in ends.get(HEAD, []))
-        embedding = MASTER_BYTES * num_parameters(ends.get(EMBEDDING, []))
-        return small + max(blocks + head, embedding)
+    def _totals(
+        self, what: tuple[object, ...], part: list[Parameter], layout: Layout, *, kind: LayerKind | None
+    ) -> _Totals:
+        key = (*what, layout.tp, layout.ep, layout.fsdp)
+        if key not in self._known:
+            compute = MASTER_BYTES if self.compute_dtype is ComputeDtype.fp32 else ACTIVATION_BYTES
+            shards = [(parameter, parameter.shard(layout)) for parameter in part]
+            self._known[key] = _Totals(
+                shard=sum(size for _, size in shards),
+                whole=num_parameters(part),
+                state=sum(self.state.of(parameter, kind=kind, elements=size) for parameter, size in shards),
+                codes=sum(p.numel * weight_bytes(p.precision.recipe) for p in part if p.precision is not None),
+                gathered=sum(compute * p.numel for p in part if not p.is_fp32),
+                small=sum(MASTER_BYTES * p.numel for p in part if p.is_fp32),
+            )
+        return self._known[key]
 
-    def _activations(self, own: list[Stage], blocks: list[BlockKey], layout: Layout, *, rank: int) -> float:
-        per_token = sum(self.activations.block(key, layout) for key in blocks)
+    def _activations(self, own: list[Stage], blocks: Counter[BlockKey], layout: Layout, *, rank: int) -> float:
+        per_token = sum(count * self.activations.block(key, layout) for key, count in blocks.items())
         if any(stage.is_last for stage in own):
             per_token += self.activations.ends(layout)
         return per_token * layout.tokens * in_flight(layout, rank=rank)
 
-    def _workspace(self, own: list[Stage], blocks: list[BlockKey], layout: Layout) -> float:
+    def _workspace(self, own: list[Stage], blocks: Counter[BlockKey], layout: Layout) -> float:
         recomputed = 0.0
         if layout.checkpoint is not ActivationCheckpoint.none:
-            recomputed = max(self.activations.whole_block(key, layout) for key in set(blocks))
+            recomputed = max(self.activations.whole_block(key, layout) for key in blocks)
         # a backward holds about as much again of gradients of activations as the widest step of a block
-        gradients = max(self.activations.whole_block(key, layout) for key in set(blocks)) / 2
+        gradients = max(self.activations.whole_block(key, layout) for key in blocks) / 2
         total = (recomputed + gradients) * layout.tokens
         if any(stage.is_last for stage in own):
             logits = self.parameters.model.vocab_size // layout.tp * ACTIVATION_BYTES * layout.tokens
@@ -183,3 +209,15 @@ class MemoryModel:
             moe = self.parameters.model.moe
             total += 2 * layout.tokens * moe.top_k * (moe.d_latent or self.parameters.model.d_model) * ACTIVATION_BYTES
         return total
+
+
+def _gathered(parts: list[tuple[_Totals, int]], ends: dict[str, _Totals], layout: Layout) -> float:
+    """Small FP32 modules, the head and the final norm stay; the embedding goes after its forward."""
+    largest = sorted((part.gathered for part, count in parts for _ in range(count)), reverse=True)
+    if MTP in ends:
+        largest = sorted([*largest, ends[MTP].gathered], reverse=True)
+    blocks = sum(largest[:PREFETCHED_BLOCKS]) if layout.reshards else sum(largest)
+    small = sum(count * part.small for part, count in parts)
+    head = sum(part.gathered + part.small for name, part in ends.items() if name in (HEAD, FINAL_NORM))
+    embedding = ends[EMBEDDING].small if EMBEDDING in ends else 0.0
+    return small + max(blocks + head, embedding)

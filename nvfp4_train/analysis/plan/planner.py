@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from nvfp4_train.analysis.plan.activations import Activations
 from nvfp4_train.analysis.plan.communication import Traffic, step_traffic
@@ -114,6 +114,9 @@ class Planner:
     activations: Activations = field(init=False)
     work: Work = field(init=False)
     _ends: dict[int, list[LinearWork]] = field(init=False, default_factory=dict)
+    _widths: dict[int, list[Problem]] = field(init=False, default_factory=dict)
+    _stages: dict[tuple[object, ...], list[Stage]] = field(init=False, default_factory=dict)
+    _reports: dict[int, FlopsReport] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters = Parameters(model=self.model, recipe=self.recipe)
@@ -145,19 +148,27 @@ class Planner:
             compute_dtype=self.recipe.compute_dtype,
         )
 
-    @cached_property
-    def flops(self) -> dict[int, FlopsReport]:
-        """The products of the whole model by length of the sequence."""
-        return {}
-
     def problems(self, layout: Layout, *, devices: int) -> list[Problem]:
         """Return everything that is wrong with running the model in a layout."""
         found = problems_of(lambda: self.keys)
         found += layout_problems(layout, self.model, devices=devices)
-        if not found:  # local widths against the recipe's blocks
+        return found if found else self.width_problems(layout)
+
+    def width_problems(self, layout: Layout) -> list[Problem]:
+        """Return which widths of a tp rank the recipe's blocks do not divide."""
+        if layout.tp not in self._widths:
+            found = []
             for key in dict.fromkeys(self.keys.blocks):
-                found += problems_of(lambda key=key: self.parameters.block(key, layout))
-        return _once(found)
+                found += problems_of(partial(self.parameters.block, key, layout))
+            self._widths[layout.tp] = list({problem.key: problem for problem in found}.values())
+        return self._widths[layout.tp]
+
+    def rank_memory(self, layout: Layout) -> Memory:
+        """Return the memory of the first or the last pipeline rank, whichever needs more: between them ranks hold fewer
+        microbatches than the first and no head."""
+        stages = self.stages(layout)
+        found = [self.memory.of_rank(stages, layout, rank=rank) for rank in {0, layout.pp - 1}]
+        return max(found, key=lambda memory: memory.total)
 
     def plan(self, layout: Layout) -> Plan:
         """Predict a layout that has no problems."""
@@ -184,19 +195,24 @@ class Planner:
 
     def stages(self, layout: Layout) -> list[Stage]:
         """Divide the blocks over the pipeline by their seconds."""
-        seconds = {
-            key: sum(self.machine.block_seconds(self.work.block(key, layout), key, layout, recomputes=False).values())
-            for key in set(self.keys.blocks)
-        }
-        end = sum(
-            sum(self.machine.linear_seconds(linear, layout, recomputes=False).values()) for linear in self.ends(layout)
-        )
-        return split_stages(
-            self.model.layer_pattern,
-            num_stages=layout.num_stages,
-            costs=[seconds[key] for key in self.keys.blocks],
-            end_cost=end + sum(seconds.get(key, 0.0) for key in self.keys.mtp),
-        )
+        key = (layout.tp, layout.ep, layout.tokens, layout.num_stages, self.machine)
+        if key not in self._stages:
+            seconds = {block: self._block_seconds(block, layout) for block in set(self.keys.blocks)}
+            end = sum(
+                sum(self.machine.linear_seconds(linear, layout, recomputes=False).values())
+                for linear in self.ends(layout)
+            )
+            self._stages[key] = split_stages(
+                self.model.layer_pattern,
+                num_stages=layout.num_stages,
+                costs=[seconds[block] for block in self.keys.blocks],
+                end_cost=end,
+            )
+        return self._stages[key]
+
+    def _block_seconds(self, block: BlockKey, layout: Layout) -> float:
+        work = self.work.block(block, layout)
+        return sum(self.machine.block_seconds(work, block, layout, recomputes=False).values())
 
     def ends(self, layout: Layout) -> list[LinearWork]:
         """Return the Linears outside blocks, and those of the blocks of multi-token prediction."""
@@ -248,9 +264,9 @@ class Planner:
 
     def _flops(self, layout: Layout) -> FlopsReport:
         length = layout.sequence_length
-        if length not in self.flops:
-            self.flops[length] = count_flops(self.built.model, document_lengths=[length])
-        return self.flops[length]
+        if length not in self._reports:
+            self._reports[length] = count_flops(self.built.model, document_lengths=[length])
+        return self._reports[length]
 
     def _low_precision(self) -> dict[str, list[str]]:
         return {row.module: row.low_precision_gemms for row in self.built.coverage}
@@ -292,6 +308,3 @@ def check(planner: Planner, layout: Layout, *, devices: int) -> None:
     """
     require(planner.problems(layout, devices=devices))
 
-
-def _once(problems: list[Problem]) -> list[Problem]:
-    return list({str(problem): problem for problem in problems}.values())

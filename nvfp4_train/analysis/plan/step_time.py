@@ -33,6 +33,7 @@ class Efficiency:
         overlap: Of the time of computing that transfers can hide behind.
         kernel_seconds: Of the host or the device between two kernels.
         experts: Factor on the traffic of routing: sorting, counting, padding.
+        mamba: Factor on the traffic of convolution, scan and gated norm.
     """
 
     gemm_bf16: float
@@ -46,6 +47,7 @@ class Efficiency:
     overlap: float
     kernel_seconds: float
     experts: float
+    mamba: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,8 @@ class Machine:
         seconds["gemm_bf16"] += 3 * work.router_flops * tokens / self._peak(Speed.fp32)
         moved = (work.forward_bytes * forwards + work.backward_bytes) * tokens
         moved += 4 * work.routed_bytes * tokens * (efficiency.experts - 1)
+        if key.kind is LayerKind.mamba:
+            moved *= efficiency.mamba
         seconds["elementwise"] += moved / (hardware.memory_bandwidth * efficiency.memory)
         seconds["launches"] += KERNELS[key.kind] * (forwards + 2) / 3 * efficiency.kernel_seconds
         return dict(seconds)
