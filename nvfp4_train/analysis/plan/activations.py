@@ -4,16 +4,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_train.analysis.plan.layout import Layout
+from nvfp4_train.analysis.plan.layout import Layout, layout_problems
 from nvfp4_train.analysis.plan.local import BlockKey, BuiltModel, build_on_meta, local_block, local_config
 from nvfp4_train.analysis.plan.saved import FlashAttention, kept_bytes, merge_experts
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.config.problem import ConfigError
 from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
 from nvfp4_train.model.documents import Documents, locate_documents
 from nvfp4_train.model.hybrid import HybridLM, build_model
@@ -50,7 +52,7 @@ class Activations:
         """
         if layout.checkpoint is ActivationCheckpoint.block:
             return self.stream_bytes(layout)
-        return self._remember(("block", key), layout, lambda: self._run_block(key, layout))
+        return self._by_tp(layout, partial(self._block, key))
 
     def whole_block(self, key: BlockKey, layout: Layout) -> float:
         """Return the same without checkpointing: what is there while a checkpointed block runs backward."""
@@ -58,11 +60,30 @@ class Activations:
 
     def ends(self, layout: Layout) -> float:
         """Return what embedding, final norm, head, loss and multi-token prediction keep per token."""
-        return self._remember(("ends",), layout, lambda: self._run_ends(layout))
+        if not self.model.layer_pattern.num_mtp_depths:  # then there is no block in them that could be checkpointed
+            layout = replace(layout, checkpoint=ActivationCheckpoint.none)
+        return self._by_tp(layout, self._ends)
 
     def stream_bytes(self, layout: Layout) -> float:
         """Return the bytes of a token in the residual stream of one rank."""
         return self.model.d_model * self._stream_dtype().itemsize / (layout.tp if layout.sequence_parallel else 1)
+
+    def _by_tp(self, layout: Layout, kept: Callable[[Layout], float]) -> float:
+        """Run what is not divided and halves; all widths are divided by tp alike, so that these two tell the rest."""
+        whole, half = (replace(layout, tp=tp) for tp in (1, 2))
+        if layout.tp <= 2 or self.device != "meta" or layout_problems(half, self.model, devices=half.devices):
+            return kept(layout)
+        try:
+            undivided, halved = kept(whole), kept(half)
+        except ConfigError:  # widths that only this degree makes fit
+            return kept(layout)
+        return (2 * halved - undivided) + 2 * (undivided - halved) / layout.tp
+
+    def _block(self, key: BlockKey, layout: Layout) -> float:
+        return self._remember(("block", key), layout, lambda: self._run_block(key, layout))
+
+    def _ends(self, layout: Layout) -> float:
+        return self._remember(("ends",), layout, lambda: self._run_ends(layout))
 
     def _remember(self, what: tuple[object, ...], layout: Layout, run: Callable[[], float]) -> float:
         key = (*what, layout.tp, layout.sequence_parallel, layout.checkpoint, self._shape(layout))

@@ -140,7 +140,7 @@ def layout_problems(layout: Layout, model: ModelConfig, *, devices: int) -> list
         *_divides("batch.global_batch_size", layout.global_batch_size, unit, "micro_batch_size times the data ranks"),
         *_divides("batch.sequence_length", layout.sequence_length, layout.cp, "cp"),
         *_divides("dp_shard x cp", layout.fsdp, layout.ep, "ep"),
-        *_model_problems(layout, model),
+        *model_problems(layout, model),
     ]
     return problems if problems else _pipeline_problems(layout, model)
 
@@ -152,7 +152,8 @@ def _divides(key: str, number: int, divisor: int, meaning: str) -> list[Problem]
     return [Problem(key=key, value=number, rule=rule, fix="change one of the two")]
 
 
-def _model_problems(layout: Layout, model: ModelConfig) -> list[Problem]:
+def model_problems(layout: Layout, model: ModelConfig) -> list[Problem]:
+    """Return which widths and lengths of a model tp, cp and ep do not divide."""
     kinds = {*model.layer_kinds, *model.layer_pattern.mtp}
     tp, per_rank = layout.tp, layout.sequence_length // layout.cp
     problems = _divides("model.vocab_size", model.vocab_size, tp, "tp")

@@ -104,5 +104,3 @@ def _parameters(module: nn.Module, layout: Layout, *, prefix: str) -> Iterator[P
 def num_parameters(parts: list[Parameter]) -> int:
     """Return the number of elements on the tp and ep rank."""
     return sum(parameter.numel for parameter in parts)
-
-

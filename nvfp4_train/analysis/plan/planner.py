@@ -13,7 +13,7 @@ from nvfp4_train.analysis.plan.memory import Memory, MemoryModel
 from nvfp4_train.analysis.plan.optimizer_state import measure_state
 from nvfp4_train.analysis.plan.parameters import EMBEDDING, Parameter, Parameters, num_parameters
 from nvfp4_train.analysis.plan.stages import Stage, split_stages
-from nvfp4_train.analysis.plan.step_time import Machine, StepTime, step_time
+from nvfp4_train.analysis.plan.step_time import BlockTimer, Machine, StepTime, step_time
 from nvfp4_train.analysis.plan.work import LinearWork, Work
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
@@ -116,6 +116,7 @@ class Planner:
     _ends: dict[int, list[LinearWork]] = field(init=False, default_factory=dict)
     _widths: dict[int, list[Problem]] = field(init=False, default_factory=dict)
     _stages: dict[tuple[object, ...], list[Stage]] = field(init=False, default_factory=dict)
+    _timers: dict[Machine, BlockTimer] = field(init=False, default_factory=dict)
     _reports: dict[int, FlopsReport] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,6 +137,13 @@ class Planner:
     def keys(self) -> ModelKeys:
         """What each block is."""
         return model_keys(self.built, self.recipe)
+
+    @property
+    def timer(self) -> BlockTimer:
+        """Times blocks on the present machine."""
+        if self.machine not in self._timers:
+            self._timers[self.machine] = BlockTimer(machine=self.machine, work=self.work)
+        return self._timers[self.machine]
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -211,8 +219,7 @@ class Planner:
         return self._stages[key]
 
     def _block_seconds(self, block: BlockKey, layout: Layout) -> float:
-        work = self.work.block(block, layout)
-        return sum(self.machine.block_seconds(work, block, layout, recomputes=False).values())
+        return sum(self.timer.seconds(block, layout, recomputes=False).values())
 
     def ends(self, layout: Layout) -> list[LinearWork]:
         """Return the Linears outside blocks, and those of the blocks of multi-token prediction."""
@@ -260,7 +267,7 @@ class Planner:
 
     def _time(self, own: list[Stage], traffic: list[Traffic], layout: Layout) -> StepTime:
         ends = self.ends(layout) if any(stage.is_last for stage in own) else []
-        return step_time(self._blocks(own), ends, traffic, work=self.work, layout=layout, machine=self.machine)
+        return step_time(self._blocks(own), ends, traffic, layout=layout, timer=self.timer)
 
     def _flops(self, layout: Layout) -> FlopsReport:
         length = layout.sequence_length
@@ -307,4 +314,3 @@ def check(planner: Planner, layout: Layout, *, devices: int) -> None:
         ConfigError: with every problem.
     """
     require(planner.problems(layout, devices=devices))
-

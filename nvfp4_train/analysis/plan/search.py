@@ -1,11 +1,12 @@
-"""Layouts that fit, ranked, and why the others do not."""
+"""The fastest layouts that fit, and why those that would be faster do not."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nvfp4_train.analysis.plan.communication import spans
-from nvfp4_train.analysis.plan.layout import Layout, Schedule, layout_problems
+from nvfp4_train.analysis.plan.layout import Layout, Schedule, layout_problems, model_problems
 from nvfp4_train.analysis.plan.planner import Plan, Planner
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
@@ -20,6 +21,8 @@ TRADES = (
     (ActivationCheckpoint.block, False),
     (ActivationCheckpoint.block, True),
 )
+WAITING_AXES = ("tp", "cp")  # of which every block waits for every rank
+SERVER = 16  # up to this many devices a domain is a server, which the experts of a large model have to leave
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +45,41 @@ class Found:
     """What a search found.
 
     Args:
-        plans: The fastest layouts, best first.
-        fitting: How many layouts fit, of all that were looked at.
-        looked_at: How many were looked at.
-        rejected: Why the others do not fit, most frequent first.
+        plans: The fastest layouts that fit, best first.
+        looked_at: Layouts that shapes and links allow, and those that they do not.
+        rejected: Why layouts do not fit, most frequent first.
     """
 
     plans: list[Plan]
-    fitting: int
     looked_at: int
     rejected: list[Rejected]
+
+
+@dataclass
+class _Reasons:
+    """Counts reasons and keeps an example of each."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, layout: Layout) -> None:
+        self.counts[reason] += 1
+        self.examples.setdefault(reason, layout.describe())
+
+    def listed(self) -> list[Rejected]:
+        return [
+            Rejected(reason=reason, count=count, example=self.examples[reason])
+            for reason, count in self.counts.most_common()
+        ]
 
 
 def search(planner: Planner, start: Layout, *, devices: int, best: int = 5) -> Found:
     """Look at the layouts of a run on so many devices.
 
-    Sequences, their length and the size of a step stay as configured, so that what is learnt does not change. A model
-    whose pattern has ``|`` keeps its stages. Recomputing is tried only as far as memory asks for it: what keeps more is
-    faster.
+    Sequences, their length and the size of a step stay as configured, so that what is learnt does not change. Layouts
+    are tried from the fastest on, without looking at memory; what does not fit recomputes more, until it fits or is
+    given up. It ends when no other layout can be faster than the best ones: the rest is not looked at, because memory
+    only makes it slower.
 
     Args:
         planner: Of the model and the hardware.
@@ -67,57 +87,36 @@ def search(planner: Planner, start: Layout, *, devices: int, best: int = 5) -> F
         devices: To be filled.
         best: How many plans to return.
     """
-    reasons: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    fitting: list[tuple[float, Layout]] = []
+    reasons = _Reasons()
+    timed: list[tuple[float, Layout]] = []
     looked_at = 0
-
-    def reject(layout: Layout, reason: str) -> None:
-        reasons[reason] += 1
-        examples.setdefault(reason, layout.describe())
-
     for layout in _candidates(planner, start, devices=devices):
         looked_at += 1
-        problems = layout_problems(layout, planner.model, devices=devices)
-        reason = f"{problems[0].key} {problems[0].rule}" if problems else _link_reason(planner, layout)
+        reason = _reason(planner, layout, devices=devices)
         if reason:
-            reject(layout, reason)
-            continue
-        chosen = _cheapest_that_fits(planner, layout)
-        if isinstance(chosen, str):
-            reject(layout, chosen)
+            reasons.add(reason, layout)
         else:
-            fitting.append((planner.step_time(chosen).total, chosen))
-    fitting.sort(key=lambda pair: pair[0])
-    return Found(
-        plans=_plans(planner, [layout for _, layout in fitting], best=best),
-        fitting=len(fitting),
-        looked_at=looked_at,
-        rejected=[
-            Rejected(reason=reason, count=count, example=examples[reason]) for reason, count in reasons.most_common()
-        ],
-    )
-
-
-def _plans(planner: Planner, ranked: list[Layout], *, best: int) -> list[Plan]:
-    """Plan the first layouts, of those that differ in size of microbatch and stages of a rank the fastest only."""
+            timed.append((planner.step_time(layout).total, layout))
+    timed.sort(key=lambda pair: pair[0])
     plans: dict[Layout, Plan] = {}
-    for layout in ranked:
-        degrees = replace(
-            layout,
-            micro_batch_size=1,
-            num_virtual_stages=1,
-            schedule=Schedule.one_f_one_b,
-            checkpoint=ActivationCheckpoint.none,
-            reshards=False,
-        )
-        if degrees not in plans:
-            plan = planner.plan(layout)
-            if plan.fits:  # every pipeline rank has been looked at now
-                plans[degrees] = plan
-        if len(plans) == best:
+    for seconds, layout in timed:
+        worst = sorted(plan.time.total for plan in plans.values())[:best]
+        if len(worst) == best and seconds > worst[-1]:
             break
-    return list(plans.values())
+        plan = _cheapest_that_fits(planner, layout)
+        if isinstance(plan, str):
+            reasons.add(plan, layout)
+            continue
+        degrees = _degrees(layout)
+        if degrees not in plans or plan.time.total < plans[degrees].time.total:
+            plans[degrees] = plan
+    ranked = sorted(plans.values(), key=lambda plan: plan.time.total)
+    return Found(plans=ranked[:best], looked_at=looked_at, rejected=reasons.listed())
+
+
+def _degrees(layout: Layout) -> Layout:
+    """Layouts that differ in the rest only are one answer."""
+    return replace(layout, micro_batch_size=1, num_virtual_stages=1, schedule=Schedule.one_f_one_b)
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -128,59 +127,76 @@ def _powers(limit: int) -> Iterator[int]:
 
 
 def _candidates(planner: Planner, start: Layout, *, devices: int) -> Iterator[Layout]:
-    """All degrees that are powers of two; replicas only where a group of ranks would leave its domain otherwise."""
-    model, domain = planner.model, planner.machine.hardware.domain
-    segments = len(model.layer_pattern.segments)
-    has_experts = LayerKind.moe in {*model.layer_kinds, *model.layer_pattern.mtp}
+    """All degrees that are powers of two, with the trade that is fastest."""
+    checkpoint, reshards = TRADES[0]
+    start = replace(start, checkpoint=checkpoint, reshards=reshards, ep=1)
     for tp in _powers(MAX_TP):
         for cp in _powers(MAX_CP):
+            shared = replace(start, tp=tp, cp=cp, pp=1, dp_replicate=1, dp_shard=max(devices // (tp * cp), 1))
+            if model_problems(shared, planner.model):
+                yield shared
+                continue
             for pp in _powers(MAX_PP):
-                if devices % (tp * cp * pp):
-                    continue
-                dp = devices // (tp * cp * pp)
-                replicas = {1, max(1, dp * cp * tp // domain)} if dp * cp * tp > domain else {1}
-                for replicate in sorted(copies for copies in replicas if dp % copies == 0):
-                    base = replace(
-                        start, tp=tp, cp=cp, pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, ep=1
-                    )
-                    experts = _powers(model.moe.num_experts) if has_experts else iter((1,))
-                    for ep in experts:
-                        if base.fsdp % ep == 0:
-                            yield from _variants(replace(base, ep=ep), segments=segments)
+                if devices % (tp * cp * pp) == 0:
+                    yield from _data_degrees(planner, replace(shared, pp=pp), ranks=devices // (tp * cp * pp))
 
 
-def _variants(layout: Layout, *, segments: int) -> Iterator[Layout]:
+def _data_degrees(planner: Planner, layout: Layout, *, ranks: int) -> Iterator[Layout]:
+    """Shard over all data ranks, or over those of a domain with copies on the others; experts over any of them."""
+    model, domain = planner.model, planner.machine.hardware.domain
+    inside = max(power for power in _powers(domain) if power <= domain)
+    copies = max(1, ranks * layout.cp * layout.tp // inside)
+    has_experts = LayerKind.moe in {*model.layer_kinds, *model.layer_pattern.mtp}
+    for replicate in sorted({1, copies}):
+        if ranks % replicate:
+            continue
+        data = replace(layout, dp_replicate=replicate, dp_shard=ranks // replicate)
+        for size in MICRO_BATCHES:
+            sized = replace(data, micro_batch_size=size)
+            if layout_problems(sized, model, devices=sized.devices):
+                yield sized  # whatever the experts and the stages of a rank
+                continue
+            for ep in _powers(model.moe.num_experts if has_experts else 1):
+                if data.fsdp % ep == 0:
+                    yield from _with_stages(replace(sized, ep=ep), segments=len(model.layer_pattern.segments))
+
+
+def _with_stages(layout: Layout, *, segments: int) -> Iterator[Layout]:
     virtual = [1] if layout.pp == 1 else list(_powers(MAX_VIRTUAL_STAGES))
     if segments > 1 and layout.pp > 1:
         virtual = [segments // layout.pp] if segments % layout.pp == 0 else [1]
-    for size in MICRO_BATCHES:
-        for stages in virtual:
-            schedule = Schedule.interleaved if stages > 1 else Schedule.one_f_one_b
-            yield replace(layout, micro_batch_size=size, num_virtual_stages=stages, schedule=schedule)
+    for stages in virtual:
+        schedule = Schedule.interleaved if stages > 1 else Schedule.one_f_one_b
+        yield replace(layout, num_virtual_stages=stages, schedule=schedule)
 
 
-def _link_reason(planner: Planner, layout: Layout) -> str:
-    """Groups that wait for each other in every block must lie in one domain."""
+def _reason(planner: Planner, layout: Layout, *, devices: int) -> str:
+    """Return what forbids a layout whatever the memory, or an empty string."""
+    problems = layout_problems(layout, planner.model, devices=devices)
+    if problems:
+        return re.sub(r"\d+", "N", f"{problems[0].key} {problems[0].rule}")
     domain = planner.machine.hardware.domain
-    for axis in ("tp", "cp"):
+    axes = WAITING_AXES if domain <= SERVER else (*WAITING_AXES, "ep")
+    for axis in axes:
         if getattr(layout, axis) > 1 and spans(layout)[axis] > domain:
-            return f"{axis} leaves the NVLink domain of {domain}: it waits in every block"
+            return f"{axis} leaves the domain of {domain} devices, and every block waits for it"
+    widths = planner.width_problems(layout)
+    if widths:
+        return f"{widths[0].key.split('.', 2)[-1]} of a tp rank does not fit the recipe's blocks"
     return ""
 
 
-def _cheapest_that_fits(planner: Planner, layout: Layout) -> Layout | str:
-    """Return the layout that trades least speed for memory and fits, or what takes the memory."""
-    problems = planner.width_problems(layout)
-    if problems:
-        return f"{problems[0].key.split('.', 2)[-1]} of a tp rank does not fit the recipe's blocks"
+def _cheapest_that_fits(planner: Planner, layout: Layout) -> Plan | str:
+    """Return the plan that trades least speed for memory and fits, or what takes the memory."""
     memory = planner.machine.hardware.memory
     smallest = replace(layout, checkpoint=TRADES[-1][0], reshards=TRADES[-1][1])
     needed = planner.rank_memory(smallest)
-    if needed.total > memory:
-        kind = max(needed.by_kind, key=lambda name: needed.by_kind[name])
-        return f"more than the {memory / 1e9:.0f} GB of a device, most of it {kind}"
-    for checkpoint, reshards in TRADES[:-1]:
-        tried = replace(layout, checkpoint=checkpoint, reshards=reshards)
-        if planner.rank_memory(tried).total <= memory:
-            return tried
-    return smallest
+    if needed.total <= memory:
+        for checkpoint, reshards in TRADES:
+            tried = replace(layout, checkpoint=checkpoint, reshards=reshards)
+            if planner.rank_memory(tried).total <= memory:
+                plan = planner.plan(tried)
+                if plan.fits:  # every pipeline rank has been looked at now
+                    return plan
+    kind = max(needed.by_kind, key=lambda name: needed.by_kind[name])
+    return f"more than the {memory / 1e9:.0f} GB of a device however much is recomputed, most of it {kind}"

@@ -1,7 +1,7 @@
 """Seconds of a step on named hardware: a model with few constants, which `calibration` holds against published runs."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from nvfp4_train.analysis.plan.communication import Link, Traffic
 from nvfp4_train.analysis.plan.hardware import Hardware
@@ -92,13 +92,7 @@ class StepTime:
 
 
 def step_time(
-    blocks: list[BlockKey],
-    ends: list[LinearWork],
-    traffic: list[Traffic],
-    *,
-    work: Work,
-    layout: Layout,
-    machine: "Machine",
+    blocks: list[BlockKey], ends: list[LinearWork], traffic: list[Traffic], *, layout: Layout, timer: "BlockTimer"
 ) -> StepTime:
     """Return the seconds of a step on a rank that holds these blocks.
 
@@ -106,21 +100,21 @@ def step_time(
         blocks: Of the rank.
         ends: Linears outside blocks, if the rank has them.
         traffic: Of the rank in a step.
-        work: Looks at blocks.
         layout: How ranks share the run.
-        machine: Hardware and how well it is used.
+        timer: Of blocks.
     """
+    machine = timer.machine
     recomputes = layout.checkpoint is ActivationCheckpoint.block
     seconds: Counter[str] = Counter()
     for key, count in Counter(blocks).items():
-        for part, value in machine.block_seconds(work.block(key, layout), key, layout, recomputes=recomputes).items():
+        for part, value in timer.seconds(key, layout, recomputes=recomputes).items():
             seconds[part] += count * value
     for linear in ends:
         seconds.update(machine.linear_seconds(linear, layout, recomputes=False))
     for part in seconds:
         seconds[part] *= layout.num_microbatches
     computing = sum(seconds.values())
-    seconds["optimizer"] = machine.optimizer_seconds(blocks, ends, work, layout)
+    seconds["optimizer"] = machine.optimizer_seconds(blocks, ends, timer.work, layout)
     seconds["transfers"] = machine.exposed_seconds(traffic, computing=computing)
     seconds["bubble"] = bubble(layout) * (computing + machine.exposed_seconds(_in_line(traffic), computing=0.0))
     return StepTime(**{item.name: seconds[item.name] for item in fields(StepTime)})
@@ -137,9 +131,7 @@ class Machine:
     hardware: Hardware
     efficiency: Efficiency
 
-    def block_seconds(
-        self, work: BlockWork, key: BlockKey, layout: Layout, *, recomputes: bool
-    ) -> dict[str, float]:
+    def block_seconds(self, work: BlockWork, key: BlockKey, layout: Layout, *, recomputes: bool) -> dict[str, float]:
         """Return the seconds of a microbatch in one block, by part."""
         hardware, efficiency, tokens = self.hardware, self.efficiency, layout.tokens
         forwards = 2 if recomputes else 1
@@ -187,9 +179,7 @@ class Machine:
             return Speed.bf16
         return Speed.bf16 if wanted is Speed.fp8 and self.hardware.fp8 is None else wanted
 
-    def optimizer_seconds(
-        self, blocks: list[BlockKey], ends: list[LinearWork], work: Work, layout: Layout
-    ) -> float:
+    def optimizer_seconds(self, blocks: list[BlockKey], ends: list[LinearWork], work: Work, layout: Layout) -> float:
         """Return the seconds of the update and of quantizing the weights once."""
         counted = Counter(blocks).items()
         linears = [(linear, count) for key, count in counted for linear in work.block(key, layout).linears]
@@ -231,3 +221,25 @@ _PART = {
     Speed.bf16: "gemm_bf16",
     Speed.fp32: "gemm_bf16",
 }
+
+
+@dataclass(kw_only=True)
+class BlockTimer:
+    """Times blocks and remembers it.
+
+    Args:
+        machine: That runs them.
+        work: What they do.
+    """
+
+    machine: Machine
+    work: Work
+    _known: dict[tuple[object, ...], dict[str, float]] = field(default_factory=dict)
+
+    def seconds(self, key: BlockKey, layout: Layout, *, recomputes: bool) -> dict[str, float]:
+        """Return the seconds of a microbatch in one block, by part."""
+        what = (key, layout.tp, layout.ep, layout.tokens, layout.sequence_length, recomputes)
+        if what not in self._known:
+            work = self.work.block(key, layout)
+            self._known[what] = self.machine.block_seconds(work, key, layout, recomputes=recomputes)
+        return self._known[what]
