@@ -85,9 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="propose layouts instead of taking the configured one")
     parser.add_argument("--price", type=float, metavar="USD", help="of a device and hour, instead of the listed one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON too")
-    parser.add_argument(
-        "--calibration", action="store_true", help="compare the time model with published runs and stop"
-    )
+    parser.add_argument("--calibration", action="store_true", help="compare with published runs and stop")
     return parser
 
 

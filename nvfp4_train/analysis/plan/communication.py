@@ -95,7 +95,7 @@ _Row = tuple[str, str, float, bool]
 
 
 def _data_traffic(listed: list[tuple[Parameter, int, bool]], layout: Layout) -> list[_Row]:
-    """FSDP gathers the blocks' weights for each forward and backward, or once a step; gradients travel once a step."""
+    """FSDP gathers weights for each forward and backward of a block, or once a step; gradients travel once a step."""
     gathers = 2 * layout.num_microbatches if layout.reshards else 1
     gathered = reduced = replicated = 0.0
     for parameter, times, is_block in listed:

@@ -57,7 +57,8 @@ class Memory:
             microbatch only.
         activations: Kept between forward and backward, of all microbatches in flight.
         communication: Buffers of collectives.
-        workspace: What a backward needs besides: a block's recomputed activations, the gradient of logits, the framework.
+        workspace: What a backward needs besides: a block's recomputed activations, the gradient of logits; and what
+            the framework takes.
     """
 
     masters: float

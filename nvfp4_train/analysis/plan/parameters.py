@@ -41,8 +41,10 @@ class Parameter:
         return math.prod(self.shape)
 
     def shard(self, layout: Layout, *, index: int = 0) -> int:
-        """Return the elements that data rank ``index`` keeps: FSDP divides the first dim into equal rows, the last ranks
-        may have fewer or none."""
+        """Return the elements that data rank ``index`` keeps.
+
+        FSDP divides the first dim into equal runs of rows; the last ranks may have fewer, or none.
+        """
         shards = layout.expert_fsdp if self.is_expert else layout.fsdp
         rows = -(-self.shape[0] // shards)
         return max(0, min(rows, self.shape[0] - index * rows)) * math.prod(self.shape[1:])

@@ -172,8 +172,10 @@ class Planner:
         return self._widths[layout.tp]
 
     def rank_memory(self, layout: Layout) -> Memory:
-        """Return the memory of the first or the last pipeline rank, whichever needs more: between them ranks hold fewer
-        microbatches than the first and no head."""
+        """Return the memory of the first or the last pipeline rank, whichever needs more.
+
+        Between them ranks hold fewer microbatches than the first, and no head.
+        """
         stages = self.stages(layout)
         found = [self.memory.of_rank(stages, layout, rank=rank) for rank in {0, layout.pp - 1}]
         return max(found, key=lambda memory: memory.total)

@@ -225,8 +225,8 @@ def _work(plan: Plan) -> str:
     share = plan.low_precision_flops / plan.flops
     rate = plan.flops / plan.time.total / plan.layout.devices / TFLOPS
     return (
-        f"Model FLOPs of a step: {plan.flops:.3e}, {100 * share:.1f} % of them in 4-bit products ({Label.measured} on the"
-        f" modules); {rate:,.0f} TFLOP/s a device"
+        f"Model FLOPs of a step: {plan.flops:.3e}, {100 * share:.1f} % of them in 4-bit products ({Label.measured} on"
+        f" the modules); {rate:,.0f} TFLOP/s a device"
     )
 
 
@@ -242,8 +242,8 @@ def _time(plan: Plan) -> str:
     return (
         f"Time of a step ({Label.modelled})\n{_table([*rows, ['total', f'{total:.4f} s', '']])}\n"
         f"{plan.tokens_per_second:,.0f} tokens/s, {per_device:,.0f} a device\n"
-        f"{plan.total_tokens:,} tokens: {plan.days:,.1f} days, {plan.cost:,.0f} USD at {plan.machine.hardware.price} USD"
-        f" a device and hour (price {price.label}); no evaluation, checkpoint or failure is counted"
+        f"{plan.total_tokens:,} tokens: {plan.days:,.1f} days, {plan.cost:,.0f} USD at {plan.machine.hardware.price}"
+        f" USD a device and hour (price {price.label}); no evaluation, checkpoint or failure is counted"
     )
 
 
@@ -252,9 +252,10 @@ def _calibration(plan: Plan, comparisons: list[Comparison]) -> str:
     same = [item for item in comparisons if item.point.hardware == plan.machine.hardware.name]
     shown = same or comparisons
     where = plan.machine.hardware.name if same else "other hardware; there is no published run of this one"
+    largest = max(abs(item.error) for item in comparisons)
     lines = [
         f"How wrong the time is: on {len(comparisons)} published runs the typical error is "
-        f"{100 * typical_error(comparisons):.0f} %, the largest {100 * max(abs(i.error) for i in comparisons):.0f} %; on {where}:"
+        f"{100 * typical_error(comparisons):.0f} %, the largest {100 * largest:.0f} %; on {where}:"
     ]
     rows = [
         [

@@ -52,7 +52,7 @@ class SavedStorages:
 
     def __exit__(self, *error: object) -> None:
         if self._mode is not None:
-            self._mode.__exit__(*error)  # type: ignore[arg-type]
+            self._mode.__exit__(*error)
         self._hooks.__exit__(*error)
 
 
@@ -63,7 +63,7 @@ class _KeptResults(TorchDispatchMode):
         super().__init__()
         self.add = add
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.name().partition(".")[0] in KEPT_OPERATIONS:
             for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -75,7 +75,7 @@ class _KeptResults(TorchDispatchMode):
 class FlashAttention(TorchFunctionMode):
     """Chooses, on the meta device, the attention that accelerators run: it keeps no matrix of all pairs of tokens."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3], 0.0, True)[0]
         return func(*args, **(kwargs or {}))
@@ -108,7 +108,7 @@ class _AnyExpert(nn.Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG002 - a GroupedLinear's arguments
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         return self.linear(x)
 
 

@@ -47,7 +47,7 @@ def split_stages(pattern: LayerPattern, *, num_stages: int, costs: list[float], 
 
 
 def _balance(costs: list[float], end_cost: float, *, num_stages: int) -> list[int]:
-    low, high = max(max(costs), end_cost), 1.001 * (sum(costs) + end_cost)
+    low, high = max(*costs, end_cost), 1.001 * (sum(costs) + end_cost)
     best = _cut(costs, end_cost, num_stages=num_stages, limit=high)
     assert best is not None
     for _ in range(40):  # halves the interval until the limit is exact to 12 digits

@@ -1,6 +1,6 @@
 """Seconds of a step on named hardware: a model with few constants, which `calibration` holds against published runs."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 
 from nvfp4_train.analysis.plan.communication import Link, Traffic
@@ -19,7 +19,7 @@ OPTIMIZER_BYTES = 3 * 4 + 2 * 4 + 4  # AdamW in FP32 reads and writes masters an
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What the model does not derive: shares of the published peaks that real kernels reach; fitted, see calibration.yaml.
+    """Shares of the published peaks that real kernels reach; fitted, see calibration.yaml.
 
     Args:
         gemm_bf16: Of the BF16 peak, for a product so large that reading and writing do not count.
@@ -32,7 +32,6 @@ class Efficiency:
         link: Of the bandwidth of a domain or a network.
         overlap: Of the time of computing that transfers can hide behind.
         kernel_seconds: Of the host or the device between two kernels.
-        experts: Factor on the traffic of routing: sorting, counting, padding.
         mamba: Factor on the traffic of convolution, scan and gated norm.
     """
 
@@ -46,7 +45,6 @@ class Efficiency:
     link: float
     overlap: float
     kernel_seconds: float
-    experts: float
     mamba: float
 
 
@@ -105,12 +103,12 @@ def step_time(
     """
     machine = timer.machine
     recomputes = layout.checkpoint is ActivationCheckpoint.block
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for key, count in Counter(blocks).items():
         for part, value in timer.seconds(key, layout, recomputes=recomputes).items():
             seconds[part] += count * value
     for linear in ends:
-        seconds.update(machine.linear_seconds(linear, layout, recomputes=False))
+        _add(seconds, machine.linear_seconds(linear, layout, recomputes=False))
     for part in seconds:
         seconds[part] *= layout.num_microbatches
     computing = sum(seconds.values())
@@ -118,6 +116,11 @@ def step_time(
     seconds["transfers"] = machine.exposed_seconds(traffic, computing=computing)
     seconds["bubble"] = bubble(layout) * (computing + machine.exposed_seconds(_in_line(traffic), computing=0.0))
     return StepTime(**{item.name: seconds[item.name] for item in fields(StepTime)})
+
+
+def _add(seconds: defaultdict[str, float], more: dict[str, float]) -> None:
+    for part, value in more.items():
+        seconds[part] += value
 
 
 def _in_line(traffic: list[Traffic]) -> list[Traffic]:
@@ -135,15 +138,14 @@ class Machine:
         """Return the seconds of a microbatch in one block, by part."""
         hardware, efficiency, tokens = self.hardware, self.efficiency, layout.tokens
         forwards = 2 if recomputes else 1
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for linear in work.linears:
-            seconds.update(self.linear_seconds(linear, layout, recomputes=recomputes))
+            _add(seconds, self.linear_seconds(linear, layout, recomputes=recomputes))
         flops = work.attention_flops * tokens * (forwards + work.backward_attention)
         seconds["attention"] += flops / (hardware.bf16 * efficiency.attention)
         seconds["scan"] += work.scan_flops * tokens * (forwards + 2) / (hardware.bf16 * efficiency.scan)
         seconds["gemm_bf16"] += 3 * work.router_flops * tokens / self._peak(Speed.fp32)
         moved = (work.forward_bytes * forwards + work.backward_bytes) * tokens
-        moved += 4 * work.routed_bytes * tokens * (efficiency.experts - 1)
         if key.kind is LayerKind.mamba:
             moved *= efficiency.mamba
         seconds["elementwise"] += moved / (hardware.memory_bandwidth * efficiency.memory)
@@ -154,7 +156,7 @@ class Machine:
         """Return the seconds of a microbatch in one Linear: its three products and the passes that quantize."""
         hardware, efficiency = self.hardware, self.efficiency
         rows = linear.rows_per_token * layout.tokens
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for gemm in linear.gemms:
             times = 2 if recomputes and gemm.is_forward else 1
             speed = self.speed(gemm.speed, emulated=not set(gemm.formats) <= set(hardware.fp4_formats))
@@ -190,8 +192,10 @@ class Machine:
         return update + codes / (self.hardware.memory_bandwidth * self.efficiency.quantize)
 
     def exposed_seconds(self, traffic: list[Traffic], *, computing: float) -> float:
-        """Return the seconds that a rank waits for others: all transfers that nothing hides, and what of the others is
-        longer than the computing that they hide behind."""
+        """Return the seconds that a rank waits for others.
+
+        All transfers that nothing hides, and what of the others is longer than the computing that they hide behind.
+        """
         exposed = sum(self.seconds(item) for item in _in_line(traffic))
         hidden = sum(self.seconds(item) for item in traffic if item.can_overlap)
         return exposed + max(0.0, hidden - self.efficiency.overlap * computing)

@@ -97,7 +97,6 @@ class BlockWork:
         router_flops: Forward, in FP32.
         forward_bytes: Memory traffic besides products and quantization.
         backward_bytes: The same.
-        routed_bytes: Of the activations that are sent to experts, once.
         backward_attention: Backward FLOPs for each of the forward.
     """
 
@@ -107,7 +106,6 @@ class BlockWork:
     router_flops: float
     forward_bytes: float
     backward_bytes: float
-    routed_bytes: float
     backward_attention: float = FLASH_BACKWARD
 
 
@@ -132,7 +130,7 @@ class Work:
         return self._known[what]
 
     def ends(self, layout: Layout) -> list[LinearWork]:
-        """Return the Linears outside blocks: the head, once for each loss, and projections of multi-token prediction."""
+        """Return the Linears outside blocks: the head, once a loss, and the projections of multi-token prediction."""
         pattern = self.model.layer_pattern
         tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
         cfg = replace(local_config(self.model, layout), pattern=f"-{tail}", tie_embeddings=False)
@@ -153,7 +151,6 @@ class Work:
         }
         forward, backward = _traffic(model.cfg, key.kind, layout)
         cfg = model.cfg
-        routed = cfg.moe.top_k * (cfg.moe.d_latent or cfg.d_model) if key.kind is LayerKind.moe else 0
         return BlockWork(
             linears=tuple(work for work in _linears(model, layout) if work.name.startswith("blocks.")),
             attention_flops=by_product[Product.attention],
@@ -161,7 +158,6 @@ class Work:
             router_flops=by_product[Product.router],
             forward_bytes=forward,
             backward_bytes=backward,
-            routed_bytes=float(routed * ACTIVATION_BYTES),
         )
 
 
@@ -223,7 +219,7 @@ def _quantized_bytes(recipe: LinearRecipe) -> tuple[float, float, float]:
 
 
 def _passes(specs: list[OperandSpec]) -> float:
-    """One pass reads the tensor and writes its operands; one more before it looks for maxima, where a scale needs one."""
+    """One pass reads the tensor and writes its operands; where a scale needs maxima, one before it looks for them."""
     if not specs:
         return 0.0
     reads = 1 + any(spec.has_amax and not spec.amax_history_length for spec in specs)
