@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="scripts/plan.py",
         allow_abbrev=False,
         description="Say what a run needs and takes on hardware that is not here; needs no GPU and no ranks.",
-        epilog="All other arguments are overrides, as scripts/pretrain.py takes them. docs/plan.md says how to read it.",
+        epilog="Other arguments are overrides, as scripts/pretrain.py takes them. docs/plan.md says how to read it.",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="devices, all with one rank")
     parser.add_argument("--hardware", metavar="NAME", help=", ".join(hardware_names()))

@@ -117,7 +117,7 @@ def _data_traffic(listed: list[tuple[Parameter, int, bool]], layout: Layout) -> 
 
 
 def _tensor_traffic(num_blocks: int, model: ModelConfig, layout: Layout) -> list[_Row]:
-    """Every mixer gathers its input and scatters its result, forward and backward; checkpointing repeats the forward."""
+    """Every mixer gathers its input and scatters its result, both ways; checkpointing repeats the forward."""
     tokens = layout.tokens * layout.num_microbatches
     once = model.d_model * ACTIVATION_BYTES * tokens * (layout.tp - 1) / layout.tp
     passes = 6 if layout.checkpoint is ActivationCheckpoint.block else 4

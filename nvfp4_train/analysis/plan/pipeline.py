@@ -7,8 +7,8 @@ def in_flight(layout: Layout, *, rank: int) -> float:
     """Return how many microbatches' activations a pipeline rank holds at most, in units of all of its stages.
 
     GPipe holds all. 1F1B starts as many forwards as ranks follow, and one more. Interleaved starts two for each that
-    follows and a round for each further stage of its own, each a part of the rank's blocks. Zero-bubble is taken to hold
-    as many as interleaved does.
+    follows and a round for each further stage of its own, each a part of the rank's blocks. Zero-bubble is
+    taken to hold as many as interleaved does.
 
     Source: https://arxiv.org/abs/2104.04473, section 2.2; https://arxiv.org/abs/2401.10241.
     """

@@ -150,7 +150,6 @@ class Work:
             product: sum(row.executed_forward for row in rows if row.product is product) / length for product in Product
         }
         forward, backward = _traffic(model.cfg, key.kind, layout)
-        cfg = model.cfg
         return BlockWork(
             linears=tuple(work for work in _linears(model, layout) if work.name.startswith("blocks.")),
             attention_flops=by_product[Product.attention],
