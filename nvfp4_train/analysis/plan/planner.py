@@ -1,7 +1,7 @@
 """A plan: what a configuration needs and takes in one layout on named hardware."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -184,7 +184,7 @@ class Planner:
         """Predict a layout that has no problems."""
         stages = self.stages(layout)
         ranks = range(layout.pp)
-        time, traffic = self._slowest(stages, layout)
+        time, traffic = self._slowest(stages, layout, ranks=ranks)
         report = self._flops(layout)
         sequences = layout.global_batch_size
         return Plan(
@@ -201,7 +201,12 @@ class Planner:
 
     def step_time(self, layout: Layout) -> StepTime:
         """Return the time of the slowest pipeline rank, without looking at memory."""
-        return self._slowest(self.stages(layout), layout)[0]
+        return self._slowest(self.stages(layout), layout, ranks=range(layout.pp))[0]
+
+    def quick_seconds(self, layout: Layout) -> float:
+        """Return about the same, from the first, the middle and the last rank of a pipeline, which is balanced."""
+        ranks = {0, layout.pp // 2, layout.pp - 1}
+        return self._slowest(self.stages(layout), layout, ranks=ranks)[0].total
 
     def stages(self, layout: Layout) -> list[Stage]:
         """Divide the blocks over the pipeline by their seconds."""
@@ -241,9 +246,9 @@ class Planner:
     def _blocks(self, own: list[Stage]) -> list[BlockKey]:
         return [self.keys.blocks[index] for stage in own for index in stage.blocks]
 
-    def _slowest(self, stages: list[Stage], layout: Layout) -> tuple[StepTime, list[Traffic]]:
-        """Return the time of the slowest pipeline rank and what it sends; ranks with the same blocks count once."""
-        owns = [self._own(stages, layout, rank=rank) for rank in range(layout.pp)]
+    def _slowest(self, stages: list[Stage], layout: Layout, *, ranks: Iterable[int]) -> tuple[StepTime, list[Traffic]]:
+        """Return the time of the slowest of some pipeline ranks, and what it sends."""
+        owns = [self._own(stages, layout, rank=rank) for rank in ranks]
         different = {
             (
                 frozenset(Counter(self._blocks(own)).items()),

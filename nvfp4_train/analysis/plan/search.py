@@ -11,8 +11,8 @@ from nvfp4_train.analysis.plan.planner import Plan, Planner
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
 
-MAX_TP, MAX_CP, MAX_PP, MAX_VIRTUAL_STAGES = 16, 16, 32, 4
-MICRO_BATCHES = (1, 2, 4, 8)
+MAX_TP, MAX_CP, MAX_PP, MAX_VIRTUAL_STAGES = 8, 8, 16, 4
+MICRO_BATCHES = (1, 2, 4)
 # What is recomputed, and whether gathered weights are freed: memory gets smaller in this order, and a step slower.
 TRADES = (
     (ActivationCheckpoint.none, False),
@@ -96,7 +96,7 @@ def search(planner: Planner, start: Layout, *, devices: int, best: int = 5) -> F
         if reason:
             reasons.add(reason, layout)
         else:
-            timed.append((planner.step_time(layout).total, layout))
+            timed.append((planner.quick_seconds(layout), layout))
     timed.sort(key=lambda pair: pair[0])
     plans: dict[Layout, Plan] = {}
     for seconds, layout in timed:
