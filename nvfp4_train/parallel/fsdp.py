@@ -17,15 +17,27 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from nvfp4_train.model.hybrid import HybridLM
 
 
-def apply_fsdp(model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def apply_fsdp(
+    model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool | int
+) -> None:
     """Shard `model` in place; at degree 1 too, so that one rank computes in the dtypes of many.
 
     Args:
         model: On any device, meta included; its FP32 parameters become DTensors over `mesh`.
         mesh: One axis to shard over, or two: replicate, shard.
         compute_dtype: Dtype in which Linears see their weights.
-        reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward.
+        reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward; a
+            number: until then they stay spread over so many neighbouring ranks.
+
+    Raises:
+        ValueError: for a number of ranks that does not divide those of the shard.
     """
+    num_shards = mesh.size(-1)
+    if not isinstance(reshard_after_forward, bool) and num_shards % reshard_after_forward:
+        raise ValueError(
+            f"engine.reshard_ranks = {reshard_after_forward} must divide the {num_shards} ranks that share a weight "
+            "(dp_shard_degree x cp_degree); change it, or use 0 for all of them"
+        )
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -20,6 +20,8 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 class CoverageRow:
     """One Linear: name and shape, the recipe it runs, the rule that decided, its GEMMs with two 4-bit operands.
 
+    `weight_gather` is what ranks send of its weight, and why if that is not what was asked for.
+
     The Linears of a group of experts are one row; each token uses `uses_per_token` of its `num_experts`.
     """
 
@@ -31,6 +33,7 @@ class CoverageRow:
     low_precision_gemms: list[str]
     num_experts: int = 1
     uses_per_token: int = 1
+    weight_gather: str = "bf16"
 
     @property
     def flops_per_token(self) -> int:

@@ -57,6 +57,12 @@ class StoredOperand:
     dtype: torch.dtype
     is_transposed: bool = False
 
+    @classmethod
+    def of_codes(cls, packed: QuantizedTensor, direction: Direction) -> "StoredOperand":
+        """Return an operand that is quantized already."""
+        tensors = (packed.codes, packed.block_scale, packed.amax)
+        return cls(tensors, packed.spec, direction, packed.shape, packed.dtype)
+
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> "StoredOperand":
         """Return the same operand over other tensors; autograd keeps them apart from the rest."""
         return replace(self, tensors=tensors)
@@ -87,10 +93,14 @@ class OperandRounder:
         seed: Seed of the run.
         step: Optimizer step.
         offsets: Global index of the first of the `tokens`, `inputs` and `outputs` that this tensor holds.
-        reduce_amax: Makes ranks that hold parts of one tensor agree on its amax.
+        reduce_amax: Makes ranks that hold parts of one operand agree on its amax, given the operand's name and what
+            this rank found.
         record: Told the name of each operand that is quantized, and its amax.
         history: Maxima of older steps, for the operands that scale by them.
         is_training: Whether the maxima of this call's tensors belong to the step; those of weights always do.
+        token_segment: Tokens that follow each other in the global batch too, where this rank holds only a slice of
+            every sequence; 0 is all of them.
+        token_stride: Length of the whole sequences then.
     """
 
     layer: str
@@ -98,10 +108,12 @@ class OperandRounder:
     seed: int
     step: int
     offsets: dict[str, int]
-    reduce_amax: Callable[[Tensor], Tensor]
+    reduce_amax: Callable[[str, Tensor], Tensor]
     record: Callable[[str, Tensor], None]
     history: AmaxHistory = field(default_factory=lambda: AmaxHistory({}))
     is_training: bool = False
+    token_segment: int = 0
+    token_stride: int = 0
 
     def round(self, name: str, tensor: Tensor) -> Operand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
@@ -123,10 +135,10 @@ class OperandRounder:
         stream, sign_mask = self.stream(name), self.sign_mask(name)
         if spec.quantizer is None:
             packed = quantize(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
-            return _stored_codes(packed, direction)
+            return StoredOperand.of_codes(packed, direction)
         result = round_outside(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
         if isinstance(result, QuantizedTensor):
-            return _stored_codes(result, direction)
+            return StoredOperand.of_codes(result, direction)
         shape = (result.shape[0], result.shape[1])
         return StoredOperand((result,), value_spec(result), Direction.row, shape, result.dtype)
 
@@ -139,7 +151,7 @@ class OperandRounder:
         found = compute_amax_both(tensor, first, second)
         agreed = [self._agree(name, amax) for name, amax in zip(names, found, strict=True)]
         packed = quantize_both(tensor, first, second, amax=(agreed[0], agreed[1]))
-        return _stored_codes(packed[0], Direction.row), _stored_codes(packed[1], Direction.column)
+        return StoredOperand.of_codes(packed[0], Direction.row), StoredOperand.of_codes(packed[1], Direction.column)
 
     def rounds_both(self, row: str, column: str, tensor: Tensor) -> bool:
         """Say whether `store_both` is the fast way: GEMMs read both operands packed."""
@@ -160,17 +172,30 @@ class OperandRounder:
         """Return the stream of an operand, whether or not its rounding draws from it."""
         place = OPERAND_PLACES[name]
         key = stream_key(seed=self.seed, layer=self.layer, operand=name, step=self.step)
-        return RandomStream(key, row_offset=self.offsets[place.rows], column_offset=self.offsets[place.columns])
+        tokens, whole = (self.token_segment, self.token_stride), (0, 0)
+        row_segment, row_stride = tokens if place.rows == "tokens" else whole
+        column_segment, column_stride = tokens if place.columns == "tokens" else whole
+        return RandomStream(
+            key,
+            row_offset=self.offsets[place.rows],
+            row_segment=row_segment,
+            row_stride=row_stride,
+            column_offset=self.offsets[place.columns],
+            column_segment=column_segment,
+            column_stride=column_stride,
+        )
 
     def sign_mask(self, name: str) -> int | None:
         """Return the signs of an operand's Hadamard transform, or None if they are not drawn.
 
-        The two operands of a GEMM get the same.
+        The two operands of a GEMM get the same, and so do ranks that hold slices of the same sequences.
         """
         signs = self.specs[name].hadamard_signs
         if signs in (HadamardSigns.none, HadamardSigns.fixed):
             return None
-        return drawn_sign_mask(signs, seed=self.seed, layer=self.layer, step=self.step, row=self.offsets["tokens"])
+        first = self.offsets["tokens"]
+        row = first - first % self.token_stride if self.token_stride else first  # where the first sequence starts
+        return drawn_sign_mask(signs, seed=self.seed, layer=self.layer, step=self.step, row=row)
 
     def _agree_on_amax(self, name: str, tensor: Tensor) -> Tensor:
         spec, direction = self.specs[name], OPERAND_PLACES[name].direction
@@ -182,7 +207,7 @@ class OperandRounder:
         if not spec.has_amax:
             return amax
         if spec.fp32_scale is not GlobalScale.block_128:  # no rank holds a part of a block
-            amax = self.reduce_amax(amax)
+            amax = self.reduce_amax(name, amax)
         self.record(name, amax)
         if not spec.amax_history_length:
             return amax
@@ -190,8 +215,3 @@ class OperandRounder:
         if self.is_training or name.endswith(".w"):
             self.history.record(name, amax)
         return self.history.scale_by(name, amax)
-
-
-def _stored_codes(packed: QuantizedTensor, direction: Direction) -> StoredOperand:
-    tensors = (packed.codes, packed.block_scale, packed.amax)
-    return StoredOperand(tensors, packed.spec, direction, packed.shape, packed.dtype)

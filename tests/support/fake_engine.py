@@ -34,6 +34,9 @@ class FakeMesh:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         return tensor + self.others
 
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor + self.others
+
 
 class FakeEngine:
     """Losses count down from 10; ``calls`` lists what happened."""
