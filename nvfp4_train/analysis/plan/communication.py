@@ -29,7 +29,7 @@ class Traffic:
     """What one rank sends along an axis in a step.
 
     Args:
-        axis: Of the mesh, or ``ep``.
+        axis: Of the mesh, or ``ep``; ``near`` is what engine.reshard_ranks takes of dp_shard x cp.
         what: The collectives.
         bytes: Sent in all.
         can_overlap: Whether it may happen while other work is done.
@@ -51,6 +51,7 @@ def spans(layout: Layout) -> dict[str, int]:
         "cp": tp * cp,
         "ep": tp * layout.ep,
         "dp_shard": tp * cp * layout.dp_shard,
+        "near": tp * max(layout.reshard_ranks, 1),
         "dp_replicate": tp * cp * layout.dp,
         "pp": layout.devices,
     }
@@ -97,20 +98,24 @@ _Row = tuple[str, str, float, bool]
 def _data_traffic(listed: list[tuple[Parameter, int, bool]], layout: Layout) -> list[_Row]:
     """FSDP gathers weights for each forward and backward of a block, or once a step; gradients travel once a step."""
     gathers = 2 * layout.num_microbatches if layout.reshards else 1
-    gathered = reduced = replicated = 0.0
+    gathered = reduced = replicated = near = 0.0
     for parameter, times, is_block in listed:
         shards = layout.expert_fsdp if parameter.is_expert else layout.fsdp
+        is_near = is_block and layout.reshard_ranks > 0
         share = (shards - 1) / shards
         bytes_per_element = 4.0 if parameter.is_fp32 else 2.0
         if layout.gathers_codes and parameter.precision is not None and parameter.shape[0] % (16 * shards) == 0:
             bytes_per_element = NVFP4_BYTES
         elements = parameter.numel * times
-        gathered += elements * share * bytes_per_element * (gathers if is_block else 1)
+        size = elements * bytes_per_element
+        gathered += size * share * ((gathers if is_block else 1) - (layout.num_microbatches if is_near else 0))
+        near += size * (1 - 1 / layout.reshard_ranks) * layout.num_microbatches if is_near else 0.0
         reduced += elements * share * GRADIENT_BYTES
         copies = layout.dp_replicate
         replicated += elements / shards * 2 * (copies - 1) / copies * GRADIENT_BYTES
     return [
         ("dp_shard", "all-gather of weights", gathered, True),
+        ("near", "all-gather of weights for backward", near, True),
         ("dp_shard", "reduce-scatter of gradients", reduced, True),
         ("dp_replicate", "all-reduce of gradients", replicated, True),
     ]

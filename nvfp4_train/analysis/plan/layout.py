@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from nvfp4_train.config.engine import TorchEngineConfig
+from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
@@ -36,7 +36,8 @@ class Layout:
         num_virtual_stages: Stages of one pipeline rank.
         checkpoint: What is kept between forward and backward.
         reshards: Whether gathered weights are freed between forward and backward, and between microbatches.
-        gathers_codes: Whether weights are gathered as NVFP4 codes.
+        reshard_ranks: Neighbouring ranks over which weights then stay spread; 0: all that share them.
+        gathers_codes: Whether weights of quantized Linears are gathered as codes and scales.
         micro_batch_size: Sequences of a forward.
         global_batch_size: Sequences of a step.
         sequence_length: Tokens of a sequence.
@@ -53,6 +54,7 @@ class Layout:
     num_virtual_stages: int = 1
     checkpoint: ActivationCheckpoint = ActivationCheckpoint.none
     reshards: bool = True
+    reshard_ranks: int = 0
     gathers_codes: bool = False
     micro_batch_size: int
     global_batch_size: int
@@ -108,6 +110,7 @@ class Layout:
 def layout_of(cfg: TrainConfig) -> Layout:
     """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left."""
     parallel, engine = cfg.parallel, cfg.engine
+    assert isinstance(engine, TorchEngineConfig)
     return Layout(
         pp=parallel.pp_degree,
         dp_replicate=parallel.dp_replicate_degree,
@@ -116,7 +119,9 @@ def layout_of(cfg: TrainConfig) -> Layout:
         tp=parallel.tp_degree,
         ep=parallel.ep_degree,
         checkpoint=parallel.activation_checkpoint,
-        reshards=engine.reshard_after_forward if isinstance(engine, TorchEngineConfig) else False,
+        reshards=engine.reshard_after_forward,
+        reshard_ranks=engine.reshard_ranks,
+        gathers_codes=engine.weight_gather is WeightGather.quantized,
         micro_batch_size=cfg.batch.micro_batch_size,
         global_batch_size=cfg.batch.global_batch_size,
         sequence_length=cfg.batch.sequence_length,
@@ -140,6 +145,7 @@ def layout_problems(layout: Layout, model: ModelConfig, *, devices: int) -> list
         *_divides("batch.global_batch_size", layout.global_batch_size, unit, "micro_batch_size times the data ranks"),
         *_divides("batch.sequence_length", layout.sequence_length, layout.cp, "cp"),
         *_divides("dp_shard x cp", layout.fsdp, layout.ep, "ep"),
+        *_divides("dp_shard x cp", layout.fsdp, layout.reshard_ranks or 1, "engine.reshard_ranks"),
         *model_problems(layout, model),
     ]
     return problems if problems else _pipeline_problems(layout, model)

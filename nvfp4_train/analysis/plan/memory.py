@@ -24,6 +24,7 @@ from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.model.loss import CHUNK_ELEMENTS
+from nvfp4_train.optim.adamw import BUCKET_ELEMENTS
 
 GRADIENT_BYTES = 4  # FP32
 FRAMEWORK_BYTES = 3 * 2**30  # context, libraries, and what the allocator cannot use
@@ -59,6 +60,7 @@ class Memory:
         communication: Buffers of collectives.
         workspace: What a backward needs besides: a block's recomputed activations, the gradient of logits; and what
             the framework takes.
+        host: Of the host's memory: optimizer state that is offloaded; not in the total.
     """
 
     masters: float
@@ -70,6 +72,7 @@ class Memory:
     activations: float
     communication: float
     workspace: float
+    host: float
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -122,29 +125,38 @@ class MemoryModel:
     compute_dtype: ComputeDtype
     _known: dict[tuple[object, ...], _Totals] = field(default_factory=dict)
 
-    def of_rank(self, stages: list[Stage], layout: Layout, *, rank: int) -> Memory:
-        """Return the memory of a pipeline rank, which holds some of the stages."""
+    def of_rank(self, stages: list[Stage], layout: Layout, *, rank: int, shard: int = 0) -> Memory:
+        """Return the memory of a pipeline rank, which holds some of the stages.
+
+        Args:
+            stages: Of the whole pipeline.
+            layout: How ranks share the run.
+            rank: Along pp.
+            shard: Along dp_shard x cp, of parameters that are no experts; the first rank holds most.
+        """
         own = [stage for stage in stages if stage.index % layout.pp == rank]
         blocks = Counter(self.keys.blocks[index] for stage in own for index in stage.blocks)
-        ends = self._ends(own, layout)
-        parts = [(self._block_totals(key, layout), count) for key, count in blocks.items()]
+        ends = self._ends(own, layout, shard=shard)
+        parts = [(self._block_totals(key, layout, shard=shard), count) for key, count in blocks.items()]
         everything = [*parts, *((total, 1) for total in ends.values())]
         elements = sum(count * part.shard for part, count in everything)
         whole = sum(count * part.whole for part, count in everything)
+        state = sum(count * part.state for part, count in everything)
         largest = max((part.whole for part, _ in everything), default=0)
         return Memory(
             masters=MASTER_BYTES * elements,
             gradients=GRADIENT_BYTES * elements,
-            optimizer=sum(count * part.state for part, count in everything),
+            optimizer=0.0 if self.state.on_host else state,
             quantized_weights=sum(count * part.codes for part, count in everything),
             gathered_weights=_gathered(parts, ends, layout),
             accumulated_gradients=GRADIENT_BYTES * (whole if layout.num_microbatches > 1 else largest),
             activations=self._activations(own, blocks, layout, rank=rank),
             communication=self._buffers(largest, layout),
             workspace=self._workspace(own, blocks, layout),
+            host=state if self.state.on_host else 0.0,
         )
 
-    def _ends(self, own: list[Stage], layout: Layout) -> dict[str, _Totals]:
+    def _ends(self, own: list[Stage], layout: Layout, *, shard: int) -> dict[str, _Totals]:
         ends = self.parameters.ends(layout)
         first, last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
         held = {
@@ -155,19 +167,21 @@ class MemoryModel:
             MTP: last,
         }
         return {
-            name: self._totals((name,), part, layout, kind=None) for name, part in ends.items() if held.get(name, False)
+            name: self._totals((name, shard), part, layout, kind=None)
+            for name, part in ends.items()
+            if held.get(name, False)
         }
 
-    def _block_totals(self, key: BlockKey, layout: Layout) -> _Totals:
-        return self._totals((key,), self.parameters.block(key, layout), layout, kind=key.kind)
+    def _block_totals(self, key: BlockKey, layout: Layout, *, shard: int) -> _Totals:
+        return self._totals((key, shard), self.parameters.block(key, layout), layout, kind=key.kind)
 
     def _totals(
-        self, what: tuple[object, ...], part: list[Parameter], layout: Layout, *, kind: LayerKind | None
+        self, what: tuple[object, int], part: list[Parameter], layout: Layout, *, kind: LayerKind | None
     ) -> _Totals:
         key = (*what, layout.tp, layout.ep, layout.fsdp)
         if key not in self._known:
             compute = MASTER_BYTES if self.compute_dtype is ComputeDtype.fp32 else ACTIVATION_BYTES
-            shards = [(parameter, parameter.shard(layout)) for parameter in part]
+            shards = [(parameter, parameter.shard(layout, index=what[1])) for parameter in part]
             self._known[key] = _Totals(
                 shard=sum(size for _, size in shards),
                 whole=num_parameters(part),
@@ -194,6 +208,8 @@ class MemoryModel:
         if any(stage.is_last for stage in own):
             logits = self.parameters.model.vocab_size // layout.tp * ACTIVATION_BYTES * layout.tokens
             total += logits + 4 * CHUNK_ELEMENTS
+        if self.state.is_converted:
+            total += 2 * MASTER_BYTES * BUCKET_ELEMENTS
         return total + FRAMEWORK_BYTES
 
     def _buffers(self, largest: int, layout: Layout) -> float:
@@ -218,6 +234,8 @@ def _gathered(parts: list[tuple[_Totals, int]], ends: dict[str, _Totals], layout
     if MTP in ends:
         largest = sorted([*largest, ends[MTP].gathered], reverse=True)
     blocks = sum(largest[:PREFETCHED_BLOCKS]) if layout.reshards else sum(largest)
+    if layout.reshard_ranks:
+        blocks += sum(largest) / layout.reshard_ranks
     small = sum(count * part.small for part, count in parts)
     head = sum(part.gathered + part.small for name, part in ends.items() if name in (HEAD, FINAL_NORM))
     embedding = ends[EMBEDDING].small if EMBEDDING in ends else 0.0

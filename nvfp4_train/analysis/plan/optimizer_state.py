@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nvfp4_train.analysis.plan.parameters import Parameter
 from nvfp4_train.config.model import ModelConfig
-from nvfp4_train.config.optimizer import OptimizerConfig
+from nvfp4_train.config.optimizer import MomentsConfig, OptimizerConfig, StateDtype, StateOffload
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.model.hybrid import build_model
 from nvfp4_train.optim.build import build_optimizer
@@ -28,10 +28,14 @@ class OptimizerState:
     Args:
         blocks: By kind of block and name below ``blocks.0``.
         ends: By name of a parameter outside blocks.
+        on_host: Whether it lives in the host's memory.
+        is_converted: Whether updates work on copies in FP32.
     """
 
     blocks: dict[tuple[LayerKind, str], StateSize]
     ends: dict[str, StateSize]
+    on_host: bool
+    is_converted: bool
 
     def of(self, parameter: Parameter, *, kind: LayerKind | None, elements: int) -> int:
         """Return the bytes for so many elements of a parameter; ``kind`` is that of its block, None outside blocks."""
@@ -57,7 +61,10 @@ def measure_state(model: ModelConfig, cfg: OptimizerConfig) -> OptimizerState:
             blocks[kinds[int(index)], f"blocks.0.{rest}"] = size
         else:
             ends[name] = size
-    return OptimizerState(blocks=blocks, ends=ends)
+    assert isinstance(cfg, MomentsConfig)
+    on_host = cfg.state_offload is StateOffload.cpu
+    is_converted = on_host or cfg.state_dtype is not StateDtype.fp32
+    return OptimizerState(blocks=blocks, ends=ends, on_host=on_host, is_converted=is_converted)
 
 
 def _weigh(state: dict[str, object], *, elements: int) -> StateSize:

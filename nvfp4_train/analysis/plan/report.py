@@ -97,7 +97,7 @@ def plan_values(
             }
             for item in plan.stages
         ],
-        "memory_bytes": [{**memory.by_kind, "total": memory.total} for memory in plan.memory],
+        "memory_bytes": [{**memory.by_kind, "total": memory.total, "host": memory.host} for memory in plan.memory],
         "memory_labels": {kind: label.value for kind, label in LABELS.items()},
         "activation_bytes": {mode.value: size for mode, size in kept.items()},
         "fits": plan.fits,
@@ -207,9 +207,10 @@ def _memory(plan: Plan, kept: dict[ActivationCheckpoint, float]) -> str:
     rows = [[kind, f"{size / GB:.2f} GB", LABELS[kind].value] for kind, size in memory.by_kind.items()]
     rows.append(["total", f"{memory.total / GB:.2f} GB", f"of {plan.machine.hardware.memory / GB:.0f} GB"])
     modes = ", ".join(f"{mode.value} {size / GB:.1f} GB" for mode, size in kept.items())
+    host = f"\nin the host's memory: optimizer {memory.host / GB:.2f} GB" if memory.host else ""
     return (
         f"Memory of the fullest rank (pipeline rank {worst})\n{_table(rows)}\n"
-        f"activations by parallel.activation_checkpoint: {modes}"
+        f"activations by parallel.activation_checkpoint: {modes}{host}"
     )
 
 
