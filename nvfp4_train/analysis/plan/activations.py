@@ -3,24 +3,21 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from nvfp4_train.analysis.plan.layout import Layout, layout_problems
-from nvfp4_train.analysis.plan.local import BlockKey, BuiltModel, build_on_meta, local_block, local_config
+from nvfp4_train.analysis.plan.local import BlockKey, BuiltModel, local_block, local_ends
 from nvfp4_train.analysis.plan.saved import FlashAttention, kept_bytes, merge_experts
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
-from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.problem import ConfigError
-from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
+from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.model.documents import Documents, locate_documents
-from nvfp4_train.model.hybrid import HybridLM, build_model
+from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.init import init_parameters
-from nvfp4_train.model.linear import GroupedLinear
 from nvfp4_train.model.moe import Penalized
 from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.precision.apply import TORCH_DTYPE
@@ -69,9 +66,14 @@ class Activations:
         return self.model.d_model * self._stream_dtype().itemsize / (layout.tp if layout.sequence_parallel else 1)
 
     def _by_tp(self, layout: Layout, kept: Callable[[Layout], float]) -> float:
-        """Run what is not divided and halves; all widths are divided by tp alike, so that these two tell the rest."""
+        """Run what is not divided and halves; all widths are divided by tp alike, so that these two tell the rest.
+
+        But where a single group of heads is left, parts of a tensor that were copies are views, and that is run.
+        """
         whole, half = (replace(layout, tp=tp) for tp in (1, 2))
-        if layout.tp <= 2 or self.device != "meta" or layout_problems(half, self.model, devices=half.devices):
+        groups = min(self.model.attention.num_kv_heads, self.model.mamba.num_groups)
+        is_direct = layout.tp <= 2 or layout.tp >= groups or self.device != "meta"
+        if is_direct or layout_problems(half, self.model, devices=half.devices):
             return kept(layout)
         try:
             undivided, halved = kept(whole), kept(half)
@@ -124,10 +126,7 @@ class Activations:
 
     def _run_ends(self, layout: Layout) -> float:
         """A model of one MLP block and all depths of multi-token prediction, without that block."""
-        pattern = self.model.layer_pattern
-        tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
-        cfg = replace(local_config(self.model, layout), pattern=LayerKind.mlp.value + tail)
-        model = self._built(_prepare_ends(cfg, self.recipe), layout.checkpoint)
+        model = self._built(local_ends(self.model, self.recipe, layout=layout), layout.checkpoint)
         shape = self._shape(layout)
 
         def run() -> object:
@@ -165,12 +164,3 @@ class Activations:
 
     def _stream_dtype(self) -> torch.dtype:
         return torch.float32 if self.model.residual_fp32 else TORCH_DTYPE[self.recipe.compute_dtype]
-
-
-def _prepare_ends(cfg: ModelConfig, recipe: RecipeConfig) -> BuiltModel:
-    with torch.device("meta"):
-        model = build_model(cfg)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | GroupedLinear)]
-    globs = [glob for glob in recipe.keep_bf16.modules if any(fnmatchcase(name, glob) for name in linears)]
-    keep = KeepBf16(first_blocks=0, last_blocks=0, modules=globs, mtp=recipe.keep_bf16.mtp)
-    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))

@@ -1,14 +1,17 @@
 """The part of a model that one tensor- and expert-parallel rank holds, as a model of its own."""
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
 from nvfp4_train.analysis.plan.layout import Layout
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
 from nvfp4_train.model.hybrid import HybridLM, build_model
+from nvfp4_train.model.linear import GroupedLinear
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import CoverageRow
 
@@ -114,4 +117,30 @@ def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layo
     keep = KeepBf16(
         first_blocks=0, last_blocks=0, modules=[f"blocks.0.mixer.{name}" for name in sorted(key.kept)], mtp=False
     )
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))
+
+
+def local_ends(model: ModelConfig, recipe: RecipeConfig, *, layout: Layout, has_head: bool = False) -> BuiltModel:
+    """Build a model with one MLP block and everything that lies outside blocks, as a tp rank holds it.
+
+    Args:
+        model: The whole model.
+        recipe: Its recipe; Linears outside blocks run in it what they run in the model.
+        layout: Whose tp it is.
+        has_head: Whether the head is a Linear of its own even where it shares the embedding's weight; then in the
+            compute dtype, as it is multiplied there.
+
+    Raises:
+        ConfigError: where the local widths do not fit the recipe.
+    """
+    pattern = model.layer_pattern
+    tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
+    tied = model.tie_embeddings and not has_head
+    cfg = replace(local_config(model, layout), pattern=LayerKind.mlp.value + tail, tie_embeddings=tied)
+    with torch.device("meta"):
+        modules = build_model(cfg).named_modules()
+    names = [name for name, module in modules if isinstance(module, nn.Linear | GroupedLinear)]
+    globs = recipe.keep_bf16.modules + ([HEAD] if has_head and model.tie_embeddings else [])
+    kept = [glob for glob in globs if any(fnmatchcase(name, glob) for name in names)]
+    keep = KeepBf16(first_blocks=0, last_blocks=0, modules=kept, mtp=recipe.keep_bf16.mtp)
     return build_on_meta(cfg, replace(recipe, keep_bf16=keep))

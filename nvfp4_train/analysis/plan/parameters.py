@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from nvfp4_train.analysis.plan.layout import Layout
-from nvfp4_train.analysis.plan.local import BlockKey, build_on_meta, local_block, local_config
+from nvfp4_train.analysis.plan.local import BlockKey, local_block, local_ends
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.model.linear import GroupedLinear
@@ -73,13 +73,9 @@ class Parameters:
 
     def ends(self, layout: Layout) -> dict[str, list[Parameter]]:
         """Return the parameters of ``embedding``, ``final_norm``, ``lm_head`` and ``mtp``; no entry for what is not."""
-        pattern = self.model.layer_pattern
-        tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
         what = ("ends", layout.tp, layout.ep)
         if what not in self._known:
-            cfg = replace(local_config(self.model, layout), pattern=f"-{tail}")
-            keep = replace(self.recipe.keep_bf16, first_blocks=0, last_blocks=0, modules=[])
-            built = build_on_meta(cfg, replace(self.recipe, keep_bf16=keep)).model
+            built = local_ends(self.model, self.recipe, layout=layout).model
             self._known[what] = [*_parameters(built, layout, prefix="")]
         parts: dict[str, list[Parameter]] = {}
         for parameter in self._known[what]:

@@ -4,13 +4,13 @@ Products come from the modules; traffic is that of fused kernels, which read and
 operation that needs it. How often that is for each kind of block is written down here: it is modelled.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from torch import nn
 
 from nvfp4_train.analysis.plan.layout import Layout
-from nvfp4_train.analysis.plan.local import BlockKey, build_on_meta, local_block, local_config
+from nvfp4_train.analysis.plan.local import BlockKey, local_block, local_ends
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.moe import Activation
 from nvfp4_train.config.pattern import LayerKind
@@ -131,12 +131,8 @@ class Work:
 
     def ends(self, layout: Layout) -> list[LinearWork]:
         """Return the Linears outside blocks: the head, once a loss, and the projections of multi-token prediction."""
-        pattern = self.model.layer_pattern
-        tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
-        cfg = replace(local_config(self.model, layout), pattern=f"-{tail}", tie_embeddings=False)
-        keep = replace(self.recipe.keep_bf16, first_blocks=0, last_blocks=0, modules=["lm_head"])
-        built = build_on_meta(cfg, replace(self.recipe, keep_bf16=keep)).model
-        depths = pattern.num_mtp_depths
+        built = local_ends(self.model, self.recipe, layout=layout, has_head=True).model
+        depths = self.model.layer_pattern.num_mtp_depths
         found = _linears(built, layout)
         head = [work for work in found if work.name == "lm_head"] * (1 + depths)
         first_depth = [work for work in found if work.name == "mtp.0.eh_proj"]
