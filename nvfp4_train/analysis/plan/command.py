@@ -22,7 +22,7 @@ from nvfp4_train.analysis.plan.search import search
 from nvfp4_train.analysis.plan.step_time import Machine
 from nvfp4_train.config.load import load_config
 from nvfp4_train.config.parallel import ActivationCheckpoint
-from nvfp4_train.config.problem import NO_VALUE, Problem, require
+from nvfp4_train.config.problem import NO_VALUE, ConfigError, Problem, require
 from nvfp4_train.config.train import TrainConfig
 
 EXIT_DOES_NOT_FIT = 1
@@ -46,22 +46,36 @@ def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
     if options.calibration:
         say(format_calibration(compare(load_points(), load_efficiency())))
         return 0
-    require([] if options.devices else [_missing("--devices", "N")])
-    require([] if options.hardware else [_missing("--hardware", f"one of {', '.join(hardware_names())}")])
-    hardware = load_hardware(options.hardware)
+    problems = _flag_problems(options)
+    hardware, cfg = None, None
+    try:
+        cfg = load_config(overrides).cfg
+    except ConfigError as error:
+        problems += error.problems
+    if options.hardware:
+        try:
+            hardware = load_hardware(options.hardware)
+        except ConfigError as error:
+            problems += error.problems
+    require(problems)
+    assert cfg is not None
+    assert hardware is not None
     if options.price is not None:
         hardware = hardware.with_price(options.price)
-    cfg = load_config(overrides).cfg
     planner = _planner(cfg, Machine(hardware=hardware, efficiency=load_efficiency()))
+    return _plan(planner, layout_of(cfg), options=options, say=say)
+
+
+def _plan(planner: Planner, start: Layout, *, options: argparse.Namespace, say: Callable[[str], None]) -> int:
     values: dict[str, Any] = {}
     if options.search:
-        require(planner.problems(_alone(layout_of(cfg)), devices=1))
-        found = search(planner, layout_of(cfg), devices=options.devices)
+        require(planner.problems(_alone(start), devices=1))
+        found = search(planner, start, devices=options.devices)
         say(format_search(found) + "\n")
         values["search"] = search_values(found)
         plan = found.plans[0] if found.plans else None
     else:
-        layout = filled(layout_of(cfg), devices=options.devices)
+        layout = filled(start, devices=options.devices)
         require(planner.problems(layout, devices=options.devices))
         plan = planner.plan(layout)
     if plan is not None:
@@ -114,6 +128,20 @@ def _kept_by_mode(planner: Planner, plan: Plan) -> dict[ActivationCheckpoint, fl
         )
         for mode in ActivationCheckpoint
     }
+
+
+def _flag_problems(options: argparse.Namespace) -> list[Problem]:
+    problems = []
+    if options.devices is None:
+        problems.append(_missing("--devices", "N"))
+    elif options.devices < 1:
+        rule = "must be at least 1"
+        problems.append(Problem(key="--devices", value=options.devices, rule=rule, fix="give a positive number"))
+    if options.hardware is None:
+        problems.append(_missing("--hardware", f"one of {', '.join(hardware_names())}"))
+    if options.price is not None and options.price < 0:
+        problems.append(Problem(key="--price", value=options.price, rule="must not be negative", fix="give USD"))
+    return problems
 
 
 def _missing(flag: str, what: str) -> Problem:

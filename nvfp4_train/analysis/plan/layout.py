@@ -7,7 +7,7 @@ from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
-from nvfp4_train.config.problem import Problem
+from nvfp4_train.config.problem import ConfigError, Problem
 from nvfp4_train.config.train import TrainConfig
 
 
@@ -108,9 +108,15 @@ class Layout:
 
 
 def layout_of(cfg: TrainConfig) -> Layout:
-    """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left."""
+    """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left.
+
+    Raises:
+        ConfigError: for another engine than torch, whose memory and traffic are not modelled.
+    """
     parallel, engine = cfg.parallel, cfg.engine
-    assert isinstance(engine, TorchEngineConfig)
+    if not isinstance(engine, TorchEngineConfig):
+        rule = "a plan knows what the torch engine holds and sends, and of no other"
+        raise ConfigError([Problem(key="engine", value=type(engine).__name__, rule=rule, fix="engine=torch")])
     return Layout(
         pp=parallel.pp_degree,
         dp_replicate=parallel.dp_replicate_degree,
