@@ -27,6 +27,13 @@ def read_step(result: StepResult) -> StepValues:
     return StepValues(loss=loss, grad_norm=grad_norm)
 
 
+def read_scalars(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Wait for scalars and read them all in one transfer; FP64 and integers as FP32."""
+    if not scalars:
+        return {}
+    return dict(zip(scalars, torch.stack([value.float() for value in scalars.values()]).tolist(), strict=True))
+
+
 def count_labels(batches: list[Batch], *, mesh: Mesh) -> Tensor:
     """Count the labels of a step over all ranks, without waiting.
 

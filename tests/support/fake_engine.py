@@ -45,6 +45,7 @@ class FakeEngine:
         self.model = model or nn.Identity()
         self.mesh = FakeMesh()
         self.step = 0
+        self.extra_losses: dict[str, Tensor] = {}
         self.calls: list[Any] = []
         self.loss = loss
         self.grad_norm = grad_norm
