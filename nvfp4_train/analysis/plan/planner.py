@@ -20,6 +20,7 @@ from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.problem import ConfigError, Problem, require
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.model.flops import FlopsReport, count_flops
+from nvfp4_train.model.peaks import Precision
 
 SECONDS_PER_DAY = 86_400
 
@@ -195,7 +196,7 @@ class Planner:
             traffic=traffic,
             time=time,
             flops=report.model * sequences,
-            low_precision_flops=report.low_precision(self._low_precision()) * sequences,
+            low_precision_flops=self._by_precision(report).get(Precision.fp4, 0.0) * sequences,
             total_tokens=self.total_tokens,
         )
 
@@ -282,8 +283,9 @@ class Planner:
             self._reports[length] = count_flops(self.built.model, document_lengths=[length])
         return self._reports[length]
 
-    def _low_precision(self) -> dict[str, list[str]]:
-        return {row.module: row.low_precision_gemms for row in self.built.coverage}
+    def _by_precision(self, report: FlopsReport) -> dict[Precision, float]:
+        gemms = {row.module: row.gemm_precisions for row in self.built.coverage}
+        return report.by_precision(gemms, otherwise=Precision(self.recipe.compute_dtype.value))
 
     def _describe(self, stage: Stage, layout: Layout, report: FlopsReport) -> StagePlan:
         keys = self.keys.blocks

@@ -8,9 +8,10 @@ from nvfp4_train.analysis.plan.hardware import Hardware
 from nvfp4_train.analysis.plan.layout import Layout
 from nvfp4_train.analysis.plan.local import BlockKey
 from nvfp4_train.analysis.plan.pipeline import bubble
-from nvfp4_train.analysis.plan.work import ACTIVATION_BYTES, BlockWork, LinearWork, Speed, Work
+from nvfp4_train.analysis.plan.work import ACTIVATION_BYTES, BlockWork, LinearWork, Work
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.model.peaks import Precision
 
 # Kernels of a block, forward and backward together, as fused implementations launch them.
 KERNELS = {LayerKind.mamba: 40, LayerKind.attention: 30, LayerKind.mlp: 20, LayerKind.moe: 60}
@@ -25,6 +26,7 @@ class Efficiency:
         gemm_bf16: Of the BF16 peak, for a product so large that reading and writing do not count.
         gemm_fp8: Of the FP8 peak.
         gemm_fp4: Of the FP4 peak.
+        gemm_memory: Of HBM bandwidth, for what products read and write.
         attention: Of the BF16 peak.
         scan: Of the BF16 peak.
         memory: Of HBM bandwidth, for traffic between products.
@@ -38,6 +40,7 @@ class Efficiency:
     gemm_bf16: float
     gemm_fp8: float
     gemm_fp4: float
+    gemm_memory: float
     attention: float
     scan: float
     memory: float
@@ -144,7 +147,7 @@ class Machine:
         flops = work.attention_flops * tokens * (forwards + work.backward_attention)
         seconds["attention"] += flops / (hardware.bf16 * efficiency.attention)
         seconds["scan"] += work.scan_flops * tokens * (forwards + 2) / (hardware.bf16 * efficiency.scan)
-        seconds["gemm_bf16"] += 3 * work.router_flops * tokens / self._peak(Speed.fp32)
+        seconds["gemm_bf16"] += 3 * work.router_flops * tokens / self._peak(Precision.fp32)
         moved = (work.forward_bytes * forwards + work.backward_bytes) * tokens
         if key.kind is LayerKind.mamba:
             moved *= efficiency.mamba
@@ -158,16 +161,15 @@ class Machine:
         rows = linear.rows_per_token * layout.tokens
         seconds: defaultdict[str, float] = defaultdict(float)
         for gemm in linear.gemms:
-            times = 2 if recomputes and gemm.is_forward else 1
+            times = 2 if recomputes and gemm.name == "fprop" else 1
             speed = self.speed(gemm.speed, emulated=not set(gemm.formats) <= set(hardware.fp4_formats))
-            width = {Speed.fp32: 4, Speed.bf16: 2, Speed.fp8: 1, Speed.fp4: 0.5625}[speed]
-            operands = width * rows * (linear.inputs + linear.outputs) + width * linear.weight_elements
-            results = ACTIVATION_BYTES * rows * max(linear.inputs, linear.outputs)
             seconds[_PART[speed]] += times * (
                 linear.flops * layout.tokens / self._peak(speed)
-                + (operands + results) / 2 / (hardware.memory_bandwidth * efficiency.memory)
+                + _gemm_bytes(linear, gemm.name, speed=speed, rows=rows)
+                / (hardware.memory_bandwidth * efficiency.gemm_memory)
             )
-            if speed is Speed.bf16 and gemm.speed is not Speed.bf16:  # emulated: codes are decoded before each product
+            is_emulated = speed is Precision.bf16 and gemm.speed is not Precision.bf16
+            if is_emulated:  # codes are decoded before each product
                 decoded = (ACTIVATION_BYTES + 0.5) * (rows * linear.inputs + linear.weight_elements)
                 seconds["quantization"] += times * decoded / (hardware.memory_bandwidth * efficiency.memory)
         x, dy, _ = linear.quantized_bytes
@@ -175,11 +177,11 @@ class Machine:
         seconds["quantization"] += moved / (hardware.memory_bandwidth * efficiency.quantize)
         return dict(seconds)
 
-    def speed(self, wanted: Speed, *, emulated: bool) -> Speed:
+    def speed(self, wanted: Precision, *, emulated: bool) -> Precision:
         """Return the units that a product runs on: BF16 where the hardware has none of the format."""
-        if wanted is Speed.fp4 and (self.hardware.fp4 is None or emulated):
-            return Speed.bf16
-        return Speed.bf16 if wanted is Speed.fp8 and self.hardware.fp8 is None else wanted
+        if wanted is Precision.fp4 and (self.hardware.fp4 is None or emulated):
+            return Precision.bf16
+        return Precision.bf16 if wanted is Precision.fp8 and self.hardware.fp8 is None else wanted
 
     def optimizer_seconds(self, blocks: list[BlockKey], ends: list[LinearWork], work: Work, layout: Layout) -> float:
         """Return the seconds of the update and of quantizing the weights once."""
@@ -205,26 +207,39 @@ class Machine:
         bandwidth = self.hardware.domain_bandwidth if item.link is Link.domain else self.hardware.network
         return item.bytes / (bandwidth * self.efficiency.link)
 
-    def _peak(self, speed: Speed) -> float:
+    def _peak(self, speed: Precision) -> float:
         """FLOP/s that large products reach; FP32 runs at half the BF16 peak at most (TF32)."""
         hardware, efficiency = self.hardware, self.efficiency
         match speed:
-            case Speed.fp4:
+            case Precision.fp4:
                 return (hardware.fp4 or hardware.bf16) * efficiency.gemm_fp4
-            case Speed.fp8:
+            case Precision.fp8:
                 return (hardware.fp8 or hardware.bf16) * efficiency.gemm_fp8
-            case Speed.bf16:
+            case Precision.bf16:
                 return hardware.bf16 * efficiency.gemm_bf16
-            case Speed.fp32:
+            case Precision.fp32:
                 return hardware.bf16 / 2 * efficiency.gemm_bf16
 
 
 _PART = {
-    Speed.fp4: "gemm_fp4",
-    Speed.fp8: "gemm_fp8",
-    Speed.bf16: "gemm_bf16",
-    Speed.fp32: "gemm_bf16",
+    Precision.fp4: "gemm_fp4",
+    Precision.fp8: "gemm_fp8",
+    Precision.bf16: "gemm_bf16",
+    Precision.fp32: "gemm_bf16",
 }
+
+
+def _gemm_bytes(linear: LinearWork, name: str, *, speed: Precision, rows: float) -> float:
+    """Return what a product reads and writes: two operands in its format, the result in BF16, a dw in FP32."""
+    width = {Precision.fp32: 4.0, Precision.bf16: 2.0, Precision.fp8: 1.0, Precision.fp4: 0.5625}[speed]
+    x, dy = rows * linear.inputs, rows * linear.outputs
+    match name:
+        case "fprop":
+            return width * (x + linear.weight_elements) + ACTIVATION_BYTES * dy
+        case "dgrad":
+            return width * (dy + linear.weight_elements) + ACTIVATION_BYTES * x
+        case _:
+            return width * (x + dy) + 4 * linear.weight_elements
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,6 @@ operation that needs it. How often that is for each kind of block is written dow
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from torch import nn
 
@@ -16,7 +15,9 @@ from nvfp4_train.config.moe import Activation
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import LinearRecipe, RecipeConfig
 from nvfp4_train.model.flops import FLASH_BACKWARD, Product, count_flops
+from nvfp4_train.model.peaks import Precision
 from nvfp4_train.numerics.spec import FOUR_BIT_FORMATS, Format, OperandSpec
+from nvfp4_train.precision.coverage import gemm_precisions
 from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.linear import QuantizedLinear
 from nvfp4_train.precision.weight_cache import is_shared
@@ -29,28 +30,19 @@ GEMM_OPERANDS = {
 }
 
 
-class Speed(StrEnum):
-    """Which tensor-core peak a product runs at."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp4 = "fp4"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
     """One of the three products of a Linear.
 
     Args:
+        name: fprop, dgrad or wgrad.
         speed: By its wider operand.
         formats: Of its two operands.
-        is_forward: Whether it belongs to the forward.
     """
 
-    speed: Speed
+    name: str
+    speed: Precision
     formats: tuple[Format, Format]
-    is_forward: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +173,8 @@ def _linears(model: nn.Module, layout: Layout) -> list[LinearWork]:
 
 
 def _gemm(recipe: LinearRecipe, name: str) -> Gemm:
-    first, second = (recipe.operands[operand] for operand in GEMM_OPERANDS[name])
-    bits = max(_bits(first), _bits(second))
-    speed = {32: Speed.fp32, 16: Speed.bf16, 8: Speed.fp8, 4: Speed.fp4}[bits]
-    return Gemm(speed=speed, formats=(first.format, second.format), is_forward=name == "fprop")
+    first, second = (recipe.operands[operand].format for operand in GEMM_OPERANDS[name])
+    return Gemm(name=name, speed=gemm_precisions(recipe)[name], formats=(first, second))
 
 
 def _bits(spec: OperandSpec) -> int:

@@ -4,6 +4,7 @@ import pytest
 
 from nvfp4_train.analysis.plan.hardware import Label, hardware_names, load_hardware
 from nvfp4_train.config.problem import ConfigError
+from nvfp4_train.model.peaks import find_peak
 from nvfp4_train.numerics.spec import Format
 
 
@@ -30,6 +31,13 @@ def test_figures_are_plausible(name: str):
     assert hardware.fp4 is None or hardware.fp4 >= 1.9 * hardware.fp8
     assert 50e9 <= hardware.memory <= 300e9
     assert hardware.network < hardware.domain_bandwidth < hardware.memory_bandwidth
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "B200", "GB200", "GB300"])
+def test_peaks_are_those_that_utilization_is_held_against(name: str):
+    hardware, peak = load_hardware(name), find_peak(name)
+    assert peak is not None
+    assert (hardware.bf16, hardware.fp8, hardware.fp4) == (peak.bf16, peak.fp8, peak.fp4)
 
 
 def test_amd_has_no_nvfp4_units():

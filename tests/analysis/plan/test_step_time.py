@@ -9,15 +9,17 @@ from nvfp4_train.analysis.plan.hardware import load_hardware
 from nvfp4_train.analysis.plan.layout import Layout
 from nvfp4_train.analysis.plan.local import BlockKey
 from nvfp4_train.analysis.plan.step_time import BlockTimer, Efficiency, Machine, StepTime, step_time
-from nvfp4_train.analysis.plan.work import Speed, Work
+from nvfp4_train.analysis.plan.work import Work
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.model.peaks import Precision
 from tests.support.configs import composed
 
 PERFECT = Efficiency(
     gemm_bf16=1.0,
     gemm_fp8=1.0,
     gemm_fp4=1.0,
+    gemm_memory=1.0,
     attention=1.0,
     scan=1.0,
     memory=1.0,
@@ -62,14 +64,14 @@ def test_small_products_reach_less_of_the_peak():
 
 def test_hardware_without_the_format_emulates_it_in_bf16():
     hopper = timer("H100")
-    assert hopper.machine.speed(Speed.fp4, emulated=False) is Speed.bf16
+    assert hopper.machine.speed(Precision.fp4, emulated=False) is Precision.bf16
     found = step(hopper)
     assert found.gemm_fp4 == 0
     assert found.gemm_bf16 > 0
     assert found.quantization > step(timer("H100", "bf16")).quantization == 0
     amd = timer("MI355X").machine
-    assert amd.speed(Speed.fp4, emulated=True) is Speed.bf16
-    assert amd.speed(Speed.fp4, emulated=False) is Speed.fp4
+    assert amd.speed(Precision.fp4, emulated=True) is Precision.bf16
+    assert amd.speed(Precision.fp4, emulated=False) is Precision.fp4
 
 
 def test_recomputing_repeats_the_forward():

@@ -6,8 +6,9 @@ import pytest
 
 from nvfp4_train.analysis.plan.layout import Layout
 from nvfp4_train.analysis.plan.local import BlockKey
-from nvfp4_train.analysis.plan.work import Speed, Work, weight_bytes
+from nvfp4_train.analysis.plan.work import Work, weight_bytes
 from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.model.peaks import Precision
 from tests.support.configs import composed
 
 LAYOUT = Layout(micro_batch_size=1, global_batch_size=8, sequence_length=8192)
@@ -22,12 +23,14 @@ def work(*overrides: str) -> Work:
 def test_products_of_an_mlp():
     found = work("experiment=paper_12b_nvfp4").block(BlockKey(kind=LayerKind.mlp, kept=NONE), LAYOUT)
     assert [linear.flops for linear in found.linears] == [2 * 5120 * 20480] * 2
-    assert {gemm.speed for linear in found.linears for gemm in linear.gemms} == {Speed.fp4}
+    assert {gemm.speed for linear in found.linears for gemm in linear.gemms} == {Precision.fp4}
     assert found.attention_flops == found.scan_flops == found.router_flops == 0
 
 
-@pytest.mark.parametrize(("recipe", "speed"), [("bf16", Speed.bf16), ("mxfp8", Speed.fp8), ("fp32", Speed.fp32)])
-def test_the_recipe_decides_the_units(recipe: str, speed: Speed):
+@pytest.mark.parametrize(
+    ("recipe", "speed"), [("bf16", Precision.bf16), ("mxfp8", Precision.fp8), ("fp32", Precision.fp32)]
+)
+def test_the_recipe_decides_the_units(recipe: str, speed: Precision):
     found = work("model=paper_12b", f"recipe={recipe}").block(BlockKey(kind=LayerKind.mlp, kept=NONE), LAYOUT)
     assert {gemm.speed for linear in found.linears for gemm in linear.gemms} == {speed}
 
