@@ -35,6 +35,7 @@ BYTE_LAYOUTS = {
 }
 ACTIVATION_LAYOUTS = {
     "single": (1, ()),
+    "single, experts and multi-token prediction": (1, ("model.pattern=M*-E/*E",)),
     "dp2": (2, ()),
     "dp2 block": (2, ("parallel.activation_checkpoint=block",)),
     "dp2 selective": (2, ("parallel.activation_checkpoint=selective",)),

@@ -81,8 +81,10 @@ def test_sequence_parallel_divides_the_stream():
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "mxfp8"])
-def test_the_meta_device_tells_what_a_cpu_keeps_of_an_mlp(recipe: str):
-    cfg = composed("experiment=tiny", f"recipe={recipe}", "recipe.keep_bf16.last_blocks=0")
-    layout = Layout(micro_batch_size=4, global_batch_size=4, sequence_length=64)
-    sizes = [activations(cfg, device).block(key(LayerKind.mlp), layout) for device in ("meta", "cpu")]
+@pytest.mark.parametrize("kind", list(LayerKind), ids=lambda kind: kind.name)
+def test_the_meta_device_tells_what_a_cpu_keeps(recipe: str, kind: LayerKind):
+    """All experts as one Linear included: a CPU runs each with the tokens that were sent to it."""
+    cfg = composed("experiment=tiny", f"recipe={recipe}")
+    layout = Layout(micro_batch_size=4, global_batch_size=4, sequence_length=256)
+    sizes = [activations(cfg, device).block(key(kind), layout) for device in ("meta", "cpu")]
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-2)
