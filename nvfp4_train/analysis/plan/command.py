@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nvfp4_train.analysis.plan.calibration import compare, load_efficiency, load_points, stored_comparisons
 from nvfp4_train.analysis.plan.hardware import hardware_names, load_hardware
@@ -26,6 +26,9 @@ from nvfp4_train.config.problem import NO_VALUE, ConfigError, Problem, require
 from nvfp4_train.config.train import TrainConfig
 
 EXIT_DOES_NOT_FIT = 1
+DEFAULT_HARDWARE = "H100"  # for checks that do not depend on it
+
+T = TypeVar("T")
 
 
 def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
@@ -47,37 +50,33 @@ def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
         say(format_calibration(compare(load_points(), load_efficiency())))
         return 0
     problems = _flag_problems(options)
-    hardware, cfg = None, None
-    try:
-        cfg = load_config(overrides).cfg
-    except ConfigError as error:
-        problems += error.problems
-    if options.hardware:
-        try:
-            hardware = load_hardware(options.hardware)
-        except ConfigError as error:
-            problems += error.problems
+    hardware = _collect(problems, lambda: load_hardware(options.hardware or DEFAULT_HARDWARE))
+    loaded = _collect(problems, lambda: load_config(overrides))
+    start = None if loaded is None else _collect(problems, lambda: layout_of(loaded.cfg))
+    if loaded is None or start is None:
+        raise ConfigError(problems)
+    machine = Machine(hardware=hardware or load_hardware(DEFAULT_HARDWARE), efficiency=load_efficiency())
+    planner = _planner(loaded.cfg, machine)
+    devices = options.devices or 0
+    if options.search or devices < 1:  # what is wrong on one rank is wrong in every layout
+        problems += planner.problems(_alone(start), devices=1)
+    else:
+        problems += planner.problems(filled(start, devices=devices), devices=devices)
     require(problems)
-    assert cfg is not None
-    assert hardware is not None
     if options.price is not None:
-        hardware = hardware.with_price(options.price)
-    planner = _planner(cfg, Machine(hardware=hardware, efficiency=load_efficiency()))
-    return _plan(planner, layout_of(cfg), options=options, say=say)
+        planner.machine = replace(machine, hardware=machine.hardware.with_price(options.price))
+    return _plan(planner, start, options=options, say=say)
 
 
 def _plan(planner: Planner, start: Layout, *, options: argparse.Namespace, say: Callable[[str], None]) -> int:
     values: dict[str, Any] = {}
     if options.search:
-        require(planner.problems(_alone(start), devices=1))
         found = search(planner, start, devices=options.devices)
         say(format_search(found) + "\n")
         values["search"] = search_values(found)
         plan = found.plans[0] if found.plans else None
     else:
-        layout = filled(start, devices=options.devices)
-        require(planner.problems(layout, devices=options.devices))
-        plan = planner.plan(layout)
+        plan = planner.plan(filled(start, devices=options.devices))
     if plan is not None:
         kept, comparisons = _kept_by_mode(planner, plan), stored_comparisons()
         say(format_plan(plan, kept=kept, comparisons=comparisons))
@@ -85,6 +84,15 @@ def _plan(planner: Planner, start: Layout, *, options: argparse.Namespace, say: 
     if options.json:
         options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return 0 if plan is not None and plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
+    """Return what ``action`` returns, or None after noting the problems that it raises."""
+    try:
+        return action()
+    except ConfigError as error:
+        problems += error.problems
+        return None
 
 
 def _parser() -> argparse.ArgumentParser:

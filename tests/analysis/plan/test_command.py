@@ -64,8 +64,13 @@ def test_all_mistakes_of_flags_and_configuration_at_once():
     ]
     assert keys("experiment=demo", "batch.sequence_length=0", "--devices", "0", "--hardware", "H1") == [
         "--devices",
-        "batch.sequence_length",
         "--hardware",
+        "batch.sequence_length",
+    ]
+    assert keys(*DEMO, "recipe.keep_bf16.modules=[x]", "parallel.cp_degree=3", "--devices", "3", "--hardware", "X") == [
+        "--hardware",
+        "recipe.keep_bf16.modules",
+        "batch.sequence_length",
     ]
 
 
