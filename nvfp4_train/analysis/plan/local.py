@@ -1,0 +1,146 @@
+"""The part of a model that one tensor- and expert-parallel rank holds, as a model of its own."""
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from nvfp4_train.analysis.plan.layout import Layout
+from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
+from nvfp4_train.model.hybrid import HybridLM, build_model
+from nvfp4_train.model.linear import GroupedLinear
+from nvfp4_train.precision.apply import apply_precision
+from nvfp4_train.precision.coverage import CoverageRow
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKey:
+    """What makes two blocks cost the same: their mixer, and which of its Linears stay in the compute dtype."""
+
+    kind: LayerKind
+    kept: frozenset[str]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether some Linear stays."""
+        return bool(self.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    """The blocks of a model by what they cost.
+
+    Args:
+        blocks: Of the main model, in order.
+        mtp: Of one multi-token-prediction depth.
+        kept_ends: The Linears outside blocks that stay: ``lm_head``, ``eh_proj``.
+    """
+
+    blocks: tuple[BlockKey, ...]
+    mtp: tuple[BlockKey, ...]
+    kept_ends: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model on the meta device after the precision pass.
+
+    Args:
+        model: Its modules.
+        coverage: What each Linear runs.
+    """
+
+    model: HybridLM
+    coverage: list[CoverageRow]
+
+
+def build_on_meta(model_cfg: ModelConfig, recipe_cfg: RecipeConfig) -> BuiltModel:
+    """Build a model without memory, as an engine does before it spreads it over ranks.
+
+    Raises:
+        ConfigError: where shapes or rules do not fit the recipe.
+    """
+    with torch.device("meta"):
+        model = build_model(model_cfg)
+    return BuiltModel(model=model, coverage=apply_precision(model, recipe_cfg, seed=0).coverage)
+
+
+def local_config(model: ModelConfig, layout: Layout) -> ModelConfig:
+    """Return the widths that a tp rank holds: its heads, groups, d_ff and vocabulary; experts are all still there."""
+    tp = layout.tp
+    mamba, attention = model.mamba, model.attention
+    return replace(
+        model,
+        vocab_size=model.vocab_size // tp,
+        mamba=replace(mamba, num_heads=mamba.num_heads // tp, num_groups=max(mamba.num_groups // tp, 1)),
+        attention=replace(
+            attention, num_heads=attention.num_heads // tp, num_kv_heads=max(attention.num_kv_heads // tp, 1)
+        ),
+        mlp=replace(model.mlp, d_ff=model.mlp.d_ff // tp),
+        moe=replace(model.moe, d_ff=model.moe.d_ff // tp, shared_d_ff=model.moe.shared_d_ff // tp),
+    )
+
+
+def model_keys(built: BuiltModel, recipe: RecipeConfig) -> ModelKeys:
+    """Return what each block of a built model is."""
+    model = built.model
+    kept = {row.module for row in built.coverage if row.recipe != recipe.name}
+    return ModelKeys(
+        blocks=tuple(
+            BlockKey(kind=kind, kept=_below(f"blocks.{index}.mixer.", kept))
+            for index, kind in enumerate(model.cfg.layer_kinds)
+        ),
+        mtp=tuple(
+            BlockKey(kind=kind, kept=_below(f"mtp.0.blocks.{index}.mixer.", kept))
+            for index, kind in enumerate(model.cfg.layer_pattern.mtp)
+        ),
+        kept_ends=frozenset(name for name in (HEAD, "eh_proj") if name in kept or f"mtp.0.{name}" in kept),
+    )
+
+
+def _below(prefix: str, names: set[str]) -> frozenset[str]:
+    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layout: Layout) -> BuiltModel:
+    """Build, on the meta device, a model with one block as a rank of the layout holds it.
+
+    Raises:
+        ConfigError: where the local widths do not fit the recipe.
+    """
+    cfg = replace(local_config(model, layout), pattern=key.kind.value, tie_embeddings=True)
+    keep = KeepBf16(
+        first_blocks=0, last_blocks=0, modules=[f"blocks.0.mixer.{name}" for name in sorted(key.kept)], mtp=False
+    )
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))
+
+
+def local_ends(model: ModelConfig, recipe: RecipeConfig, *, layout: Layout, has_head: bool = False) -> BuiltModel:
+    """Build a model with one MLP block and everything that lies outside blocks, as a tp rank holds it.
+
+    Args:
+        model: The whole model.
+        recipe: Its recipe; Linears outside blocks run in it what they run in the model.
+        layout: Whose tp it is.
+        has_head: Whether the head is a Linear of its own even where it shares the embedding's weight; then in the
+            compute dtype, as it is multiplied there.
+
+    Raises:
+        ConfigError: where the local widths do not fit the recipe.
+    """
+    pattern = model.layer_pattern
+    tail = f"/{''.join(pattern.mtp)}" * pattern.num_mtp_depths
+    tied = model.tie_embeddings and not has_head
+    cfg = replace(local_config(model, layout), pattern=LayerKind.mlp.value + tail, tie_embeddings=tied)
+    with torch.device("meta"):
+        modules = build_model(cfg).named_modules()
+    names = [name for name, module in modules if isinstance(module, nn.Linear | GroupedLinear)]
+    globs = recipe.keep_bf16.modules + ([HEAD] if has_head and model.tie_embeddings else [])
+    kept = [glob for glob in globs if any(fnmatchcase(name, glob) for name in names)]
+    keep = KeepBf16(first_blocks=0, last_blocks=0, modules=kept, mtp=recipe.keep_bf16.mtp)
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))
