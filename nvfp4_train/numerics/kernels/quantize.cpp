@@ -1,4 +1,7 @@
 // Quantization on a CPU: codes and scales, or GEMM operands, along rows or down columns. Called through ctypes.
+//
+// Sixteen blocks are rounded at a time, a lane each: those of a row after a transposition in registers, those of neighbouring
+// columns as they lie. Everything about a block is then arithmetic on whole vectors.
 
 #include "lanes.h"
 #include "pages.h"
@@ -7,310 +10,431 @@ namespace {
 
 enum ScaleKind { kE4m3Scale = 0, kE8m0Scale = 1, kNoScale = 2 };
 
-// What `count` blocks need and get: maxima in; scales, factors that encode elements, and scale bytes out. Without block scales
-// the encode factors come from the FP32 scales alone.
-template <int kCount>
+// What 16 blocks need and get: the factors of the FP32 scales above them and their maxima; scales, factors that encode elements,
+// and scale bytes. Without block scales the encode factors come from the FP32 scales alone.
 struct Blocks {
-    alignas(64) float largest[kCount], amax_encode[kCount], amax_decode[kCount], scale[kCount], encode[kCount];
-    uint8_t code[kCount];
+    Floats amax_encode, amax_decode, largest, scale, encode;
+    alignas(16) uint8_t code[kWide];
 };
 
-template <typename Element, int kCount>
-void block_scales(const Job& job, int count, Blocks<kCount>& b) {
+template <typename Element>
+NVFP4_INLINE void block_scales(const Job& job, Blocks& b) {
     if (job.scale_kind == kE4m3Scale) {
-#pragma omp simd
-        for (int lane = 0; lane < count; ++lane) {
-            const uint32_t code = encode_e4m3(b.largest[lane] * (b.amax_encode[lane] * job.reciprocal));
-            b.scale[lane] = decode_e4m3(code);
-            b.encode[lane] = encode_factor(b.scale[lane], b.amax_decode[lane]);
-            b.code[lane] = uint8_t(code);
-        }
+        const Words code = encode_e4m3(b.largest * (b.amax_encode * job.reciprocal));
+        b.scale = decode_e4m3(code);
+        b.encode = encode_factor(b.scale, b.amax_decode);
+        store_bytes(b.code, code);
     } else if (job.scale_kind == kE8m0Scale) {
         const uint32_t carry = job.scale_rule == kAmax ? 0x7FFFFFu - Element::kLargestMantissa : 0u;
-#pragma omp simd
-        for (int lane = 0; lane < count; ++lane) {
-            const uint32_t code = encode_e8m0(b.largest[lane], carry, int32_t(Element::kLargestExponent));
-            b.scale[lane] = decode_e8m0(code);
-            b.encode[lane] = as_float(code == 0xFFu ? kQuietNan : (254u - code) << 23);  // 2^(127 - code), a normal number
-            b.code[lane] = uint8_t(code);
-        }
+        const Words code = encode_e8m0(b.largest, carry, int32_t(Element::kLargestExponent));
+        b.scale = decode_e8m0(code);
+        b.encode = floats_of(code == 0xFFu ? all(kQuietNan) : (254u - code) << 23);  // 2^(127 - code), a normal number
+        store_bytes(b.code, code);
     } else {
-#pragma omp simd
-        for (int lane = 0; lane < count; ++lane) {
-            b.scale[lane] = 1.0f;
-            b.encode[lane] = b.amax_encode[lane];
-        }
+        b.scale = all(1.0f);
+        b.encode = b.amax_encode;
     }
 }
 
-// Where round_line finds the random byte in a word, and where it puts its result in what `out` already holds.
-struct Placement { int byte_shift, out_shift; uint32_t keep; };
+struct Place { int64_t row, column; };
 
-// The one loop over elements: out gets codes or the BF16 bits of operands.
-template <bool kStochastic, bool kOperand, typename Element, typename T>
-void round_line(const T* x, const float* encode, const float* scale, const uint32_t* words, int count, Placement place,
-                uint32_t* out) {
-#pragma omp simd
-    for (int lane = 0; lane < count; ++lane) {
-        const float scaled = load(x[lane]) * encode[lane];
-        const float rounded = kStochastic ? round_stochastic<Element>(scaled, (words[lane] >> place.byte_shift) & 0xFFu)
-                                          : round_nearest<Element>(scaled);
-        const uint32_t part = kOperand ? operand_of<Element>(rounded, scale[lane]) >> 16 : code_of<Element>(rounded);
-        out[lane] = (out[lane] & place.keep) | part << place.out_shift;
-    }
-}
-
-// ------------------------------------------------------------------------------------------------- blocks along the rows
-
-constexpr int kRowBlocks = kRowChunk / kBlock;
-
-template <int kWidth, typename T>
-void row_maxima(const T* x, int blocks, uint32_t* bits) {
-    for (int block = 0; block < blocks; ++block) {
-        uint32_t largest = 0;
-        for (int lane = 0; lane < kWidth; ++lane) largest = larger(largest, size_bits(x[block * kWidth + lane]));
-        bits[block] = larger(bits[block], largest);
-    }
-}
-
-void store_operand(const uint32_t* parts, int count, uint16_t* out) {
-#pragma omp simd
-    for (int lane = 0; lane < count; ++lane) out[lane] = uint16_t(parts[lane]);
-}
-
-template <typename Element>
-void store_codes(const uint32_t* parts, int count, uint8_t* out) {
-    if (Element::kIsByte) {
-#pragma omp simd
-        for (int lane = 0; lane < count; ++lane) out[lane] = uint8_t(parts[lane]);
-        return;
-    }
-    uint64_t pairs[kRowChunk / 2];
-    std::memcpy(pairs, parts, sizeof(uint32_t) * size_t(count));
-#pragma omp simd
-    for (int pair = 0; pair < count / 2; ++pair) out[pair] = uint8_t(pairs[pair] | pairs[pair] >> 28);
-}
-
-// Factors of the FP32 scales above the blocks of a row, starting at `column`.
-void row_factors(const Job& job, int64_t row, int64_t column, int blocks, Blocks<kRowBlocks>& b) {
-    const int per_factor = job.outer == kChunkScale ? kChunk / job.width : blocks;
-    for (int block = 0; block < blocks; block += per_factor) {
-        const Factors factors = outer_factors(job, row, column + block * job.width);
-        for (int here = block; here < std::min(block + per_factor, blocks); ++here) {
-            b.amax_encode[here] = factors.encode;
-            b.amax_decode[here] = factors.decode;
-        }
-    }
-}
-
-// `height` rows that share scales (the width of a block for tiles) and up to kRowChunk columns, starting at (row, column).
-template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
-void quantize_rows(const Job& job, int64_t row, int height, int64_t column, int columns) {
-    const int blocks = columns / kWidth;
-    uint32_t bits[kRowBlocks] = {};
-    Blocks<kRowBlocks> b;
-    uint8_t bytes[kRowChunk];
-    alignas(64) float scales[kRowChunk], encodes[kRowChunk];
-    alignas(64) uint32_t words[kRowChunk], parts[kRowChunk] = {};
-    const T* x = static_cast<const T*>(job.x) + row * job.stride + column;
-    if (job.scale_kind != kNoScale)
-        for (int line = 0; line < height; ++line) row_maxima<kWidth>(x + line * job.stride, blocks, bits);
-    for (int block = 0; block < blocks; ++block) b.largest[block] = size_value(bits[block], T{});
-    if (job.outer != kNoAmax) row_factors(job, row, column, blocks, b);
-    block_scales<Element>(job, blocks, b);
-    spread<kWidth>(b.scale, blocks, scales);
-    spread<kWidth>(b.encode, blocks, encodes);
-    for (int line = 0; line < height; ++line) {
-        const int64_t here = (row + line) * job.columns + column;
-        if (kStochastic) {
-            random_row(job, row_key(job, row + line), column, columns, bytes);
-#pragma omp simd
-            for (int lane = 0; lane < columns; ++lane) words[lane] = bytes[lane];
-        }
-        const T* source = x + line * job.stride;
-        round_line<kStochastic, kOperand, Element>(source, encodes, scales, words, columns, {0, 0, 0u}, parts);
-        if (kOperand) store_operand(parts, columns, job.operand + here);
-        else store_codes<Element>(parts, columns, job.codes + (Element::kIsByte ? here : here / 2));
-        if (!kOperand && job.scale_kind != kNoScale) std::memcpy(job.scales + here / kWidth, b.code, size_t(blocks));
-    }
-}
-
-template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
-void quantize_along_rows(const Job& job, const Region& region) {
-    const int height = job.is_tile && job.scale_kind != kNoScale ? kWidth : 1;
-    for (int64_t row = region.row; row < region.last_row; row += height)
-        for (int64_t column = region.column; column < region.last_column; column += kRowChunk) {
-            const int columns = int(std::min<int64_t>(kRowChunk, region.last_column - column));
-            quantize_rows<kStochastic, kOperand, Element, kWidth, T>(job, row, height, column, columns);
-        }
-}
-
-// ---------------------------------------------------------------------------------------------- blocks down the columns
-
-void tile_maxima(uint32_t* bits, int width) {
-    for (int first = 0; first < kLanes; first += width)
-        std::fill_n(bits + first, width, *std::max_element(bits + first, bits + first + width));
-}
-
-// Rounds a block of kWidth x kLanes elements. `out` gets 32-bit pieces of what each lane's block becomes: pairs of BF16 numbers,
-// four bytes, or eight codes of four bits.
-template <bool kStochastic, bool kOperand, typename Element, int kWidth>
-void round_lanes(const float (*v)[kLanes], const Blocks<kLanes>& b, const uint32_t (*words)[kLanes], uint32_t (*out)[kLanes]) {
-    constexpr int per_piece = kOperand ? 2 : Element::kIsByte ? 4 : 8;
-    for (int line = 0; line < kWidth; ++line) {
-        const int shift = 32 / per_piece * (line % per_piece);
-        const Placement place = {8 * (line % 4), shift, shift == 0 ? 0u : 0xFFFFFFFFu};
-        uint32_t* piece = out[line / per_piece];
-        round_line<kStochastic, kOperand, Element>(v[line], b.encode, b.scale, words[line / 4], kLanes, place, piece);
-    }
-}
-
-// One block of each of up to kLanes columns: row `column + lane` of the transposed result.
-template <bool kStochastic, bool kOperand, typename Element, int kWidth>
-void quantize_lanes(const Job& job, const float (*v)[kLanes], const RowKey* keys, int64_t row, int64_t column, int lanes,
-                    Blocks<kLanes>& b) {
-    constexpr int per_piece = kOperand ? 2 : Element::kIsByte ? 4 : 8, pieces = kWidth / per_piece;
-    alignas(64) uint32_t bits[kLanes] = {}, words[kWidth / 4][kLanes], out[pieces][kLanes] = {};
-    if (job.scale_kind != kNoScale) {
-        lane_maxima(v, kWidth, bits);
-        if (job.is_tile) tile_maxima(bits, kWidth);
-    }
-    for (int lane = 0; lane < kLanes; ++lane) b.largest[lane] = as_float(bits[lane]);
-    block_scales<Element>(job, kLanes, b);
-    if (kStochastic)
-        for (int part = 0; part < kWidth / 4; ++part) {
-            const uint32_t word = word_index(job, row + 4 * part);
-#pragma omp simd
-            for (int lane = 0; lane < kLanes; ++lane) words[part][lane] = random_word(word, keys[lane].low, keys[lane].high);
-        }
-    round_lanes<kStochastic, kOperand, Element, kWidth>(v, b, words, out);
-    for (int lane = 0; lane < lanes; ++lane) {
-        const int64_t here = (column + lane) * job.rows + row;
-        uint32_t line[pieces];
-        for (int part = 0; part < pieces; ++part) line[part] = out[part][lane];
-        if (kOperand) std::memcpy(job.operand + here, line, sizeof(line));
-        else std::memcpy(job.codes + (Element::kIsByte ? here : here / 2), line, sizeof(line));
-        if (!kOperand && job.scale_kind != kNoScale) job.scales[here / kWidth] = b.code[lane];
-    }
-}
-
-// Factors of the FP32 scales above the blocks that start at `row` in each of up to kLanes columns.
-void lane_factors(const Job& job, int64_t row, int64_t column, int lanes, Blocks<kLanes>& b) {
-    const bool is_shared = job.outer == kTensorScale;
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const Factors factors = outer_factors(job, is_shared ? 0 : column + std::min(lane, lanes - 1), row);
+// The factors of the FP32 scale above each block; `place` gives where it is in the quantized matrix.
+template <typename Function>
+void spread_factors(const Job& job, Blocks& b, Function place) {
+    if (job.outer == kNoAmax) return;
+    for (int lane = 0; lane < kWide; ++lane) {
+        const Place at = place(lane);
+        const Factors factors = outer_factors(job, at.row, at.column);
         b.amax_encode[lane] = factors.encode;
         b.amax_decode[lane] = factors.decode;
     }
 }
 
-// A strip of columns between two rows.
-template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
-void quantize_strip(const Job& job, int64_t first, int64_t last, int64_t column, int lanes) {
-    const int height = std::max(kWidth, int(job.hadamard));  // rows that are transformed together hold whole blocks
-    alignas(64) float v[kMostRows][kLanes];
-    Blocks<kLanes> b;
-    RowKey keys[kLanes] = {};
-    if (kStochastic)
-        for (int lane = 0; lane < lanes; ++lane) keys[lane] = row_key(job, column + lane);
-    for (int64_t row = first; row < last; row += height) {
-        if (job.outer != kNoAmax && (row == first || (job.outer == kChunkScale && row % kChunk == 0)))
-            lane_factors(job, row, column, lanes, b);
-        load_lanes<T>(job, row, height, column, lanes, v);
-        for (int block = 0; block < height; block += kWidth)
-            quantize_lanes<kStochastic, kOperand, Element, kWidth>(job, v + block, keys, row + block, column, lanes, b);
+template <bool kOperand, typename Element, int kWidth>
+constexpr int words_of_block() { return kWidth / (kOperand ? 2 : Element::kIsByte ? 4 : 8); }
+
+// ------------------------------------------------------------------------------------------------- blocks along the rows
+
+// Reads up to 16 blocks of a row; lanes without a block are zero.
+template <int kWidth, typename T>
+void load_blocks(const T* x, int blocks, Floats* v) {
+    constexpr int bytes = kWidth * int(sizeof(T));
+    alignas(64) T padded[kWide * kWidth];
+    if (blocks < kWide) {
+        std::memset(padded, 0, sizeof(padded));
+        x = static_cast<const T*>(std::memcpy(padded, x, size_t(blocks * bytes)));
+    }
+    const uint8_t* source = reinterpret_cast<const uint8_t*>(x);
+    if constexpr (sizeof(T) == 4) {
+        for (int part = 0; part < kWidth / kWide; ++part)
+            blocks_to_lanes<4>(source + 64 * part, bytes, reinterpret_cast<Words*>(v) + kWide * part);
+    } else {
+        Words pairs[kWidth / 2];
+        blocks_to_lanes<bytes / 16>(source, bytes, pairs);
+        for (int pair = 0; pair < kWidth / 2; ++pair) {
+            v[2 * pair] = floats_of(pairs[pair] << 16);
+            v[2 * pair + 1] = floats_of(pairs[pair] & 0xFFFF0000u);
+        }
     }
 }
 
-template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
+template <int kWidth>
+void load_blocks(const Job& job, int64_t row, int64_t column, int blocks, Floats* v) {
+    const int64_t here = row * job.stride + column;
+    if (job.is_fp32) load_blocks<kWidth>(static_cast<const float*>(job.x) + here, blocks, v);
+    else load_blocks<kWidth>(static_cast<const BFloat16*>(job.x) + here, blocks, v);
+}
+
+// The random words of the blocks that start at (row, column).
+template <int kWidth>
+void random_words(const Job& job, int64_t row, int64_t column, Words* words) {
+    const RowKey key = row_key(job, row);
+    Words first = Words{NVFP4_SWAPPED} * uint32_t(kWidth / 4) + word_index(job, column);
+    for (int part = 0; part < kWidth / 4; ++part) {
+        if (job.column_segment)
+            for (int lane = 0; lane < kWide; ++lane)
+                first[lane] = word_index(job, column + kBlockOfLane[lane] * kWidth + 4 * part) - uint32_t(part);
+        words[part] = random_word(first + uint32_t(part), all(key.low), all(key.high));
+    }
+}
+
+// Writes what became of up to 16 blocks of a row, of kWords words each.
+template <int kWords>
+void store_blocks(Words* pieces, int blocks, uint8_t* target) {
+    if (blocks == kWide) return lanes_to_blocks<kWords>(pieces, target);
+    alignas(64) uint8_t padded[kWide * kWords * 4];
+    lanes_to_blocks<kWords>(pieces, padded);
+    std::memcpy(target, padded, size_t(blocks * kWords * 4));
+}
+
+void store_scales(const uint8_t* code, int blocks, uint8_t* target) {
+    const Bytes lanes = load_vector<Bytes>(code);
+    const Bytes ordered = __builtin_shufflevector(lanes, lanes, NVFP4_SWAPPED);
+    std::memcpy(target, &ordered, size_t(blocks));
+}
+
+inline uint8_t* result_at(const Job& job, int64_t element, bool is_packed) {
+    if (job.operand) return reinterpret_cast<uint8_t*>(job.operand + element);
+    return job.codes + (is_packed ? element / 2 : element);
+}
+
+// Rounds up to 16 blocks of a row, starting at (row, column), whose values are in `v`.
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
+NVFP4_INLINE void round_blocks(const Job& job, int64_t row, int64_t column, int blocks, const Blocks& b, const Floats* v) {
+    constexpr int kWords = words_of_block<kOperand, Element, kWidth>();
+    Words words[kWidth / 4], pieces[kWords];
+    const int64_t here = row * job.columns + column;
+    if (kStochastic) random_words<kWidth>(job, row, column, words);
+    round_lines<kStochastic, kOperand, Element, kWidth>(v, b.encode, b.scale, words, pieces);
+    store_blocks<kWords>(pieces, blocks, result_at(job, here, !Element::kIsByte));
+    if (!kOperand && job.scale_kind != kNoScale) store_scales(b.code, blocks, job.scales + here / kWidth);
+}
+
+constexpr int kGroups = 16;  // of 16 blocks: a band of tiles whose scales are found before its rows are rounded
+
+// `height` rows that share scales (the width of a block for tiles) and up to kGroups groups of blocks of each. `b` holds the
+// factors of the FP32 scale above the tensor.
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
+void quantize_band(const Job& job, int64_t row, int height, int64_t column, int64_t last, Blocks* b) {
+    constexpr int64_t step = kWide * kWidth;
+    const auto blocks_at = [&](int64_t here) { return int(std::min<int64_t>(kWide, (last - here) / kWidth)); };
+    Floats v[kWidth];
+    for (int64_t here = column; here < last; here += step) {
+        Blocks& own = b[height > 1 ? (here - column) / step : 0];
+        Words largest = {};
+        for (int line = 0; line < height; ++line) {
+            load_blocks<kWidth>(job, row + line, here, blocks_at(here), v);
+            if (job.scale_kind != kNoScale) largest = larger(largest, maxima(v, kWidth));
+        }
+        if (job.outer == kRowScale || job.outer == kChunkScale)
+            spread_factors(job, own, [&](int lane) {
+                return Place{row, here + std::min(kBlockOfLane[lane], blocks_at(here) - 1) * kWidth};
+            });
+        own.largest = floats_of(largest);
+        block_scales<Element>(job, own);
+        if (height == 1) round_blocks<kStochastic, kOperand, Element, kWidth>(job, row, here, blocks_at(here), own, v);
+    }
+    for (int line = 0; height > 1 && line < height; ++line)
+        for (int64_t here = column; here < last; here += step) {
+            load_blocks<kWidth>(job, row + line, here, blocks_at(here), v);
+            const Blocks& own = b[(here - column) / step];
+            round_blocks<kStochastic, kOperand, Element, kWidth>(job, row + line, here, blocks_at(here), own, v);
+        }
+}
+
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
+void quantize_along_rows(const Job& job, const Region& region) {
+    constexpr int64_t width = kGroups * kWide * kWidth;
+    const int height = job.is_tile && job.scale_kind != kNoScale ? kWidth : 1;
+    Blocks b[kGroups];
+    if (job.outer == kTensorScale)
+        for (int group = 0; group < (height > 1 ? kGroups : 1); ++group)
+            spread_factors(job, b[group], [](int) { return Place{0, 0}; });
+    for (int64_t row = region.row; row < region.last_row; row += height)
+        for (int64_t column = region.column; column < region.last_column; column += width) {
+            const int64_t last = std::min(region.last_column, column + width);
+            quantize_band<kStochastic, kOperand, Element, kWidth>(job, row, height, column, last, b);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------- blocks down the columns
+
+constexpr int kLineBytes = 128;  // of a column's results that are written at once
+
+// What a strip of columns becomes: 32 lines of results and of scale bytes, in the order of the columns.
+struct Results {
+    alignas(64) uint8_t line[kLanes][kLineBytes];
+    uint8_t scale[kLanes][kLineBytes / 8];
+};
+
+// Gives the columns of a tile its maximum.
+void tile_maxima(const Job& job, Blocks (&b)[2]) {
+    uint32_t largest[kLanes / kBlock] = {};
+    for (int half = 0; half < 2; ++half)
+        for (int lane = 0; lane < kWide; ++lane) {
+            uint32_t& tile = largest[column_of(job, half, lane) / job.width];
+            tile = larger(tile, bits_of(b[half].largest)[lane]);
+        }
+    for (int half = 0; half < 2; ++half)
+        for (int lane = 0; lane < kWide; ++lane) b[half].largest[lane] = as_float(largest[column_of(job, half, lane) / job.width]);
+}
+
+// Where the keys of the columns' random words are.
+struct Keys { Words low[2], high[2]; };
+
+// One block of each of kLanes columns, from line `line` of `v` on; its results go to `offset` bytes in their lines.
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
+void quantize_lanes(const Job& job, const Strip& v, int line, const Keys& keys, int64_t row, Blocks (&b)[2], Results& results,
+                    int64_t offset) {
+    constexpr int kWords = words_of_block<kOperand, Element, kWidth>();
+    if (job.scale_kind != kNoScale) {
+        for (int half = 0; half < 2; ++half) b[half].largest = floats_of(maxima(v[half] + line, kWidth));
+        if (job.is_tile) tile_maxima(job, b);
+    }
+    for (int half = 0; half < 2; ++half) {
+        Words words[kWidth / 4], pieces[kWords];
+        block_scales<Element>(job, b[half]);
+        if (kStochastic)
+            for (int part = 0; part < kWidth / 4; ++part)
+                words[part] = random_word(all(word_index(job, row + 4 * part)), keys.low[half], keys.high[half]);
+        round_lines<kStochastic, kOperand, Element, kWidth>(v[half] + line, b[half].encode, b[half].scale, words, pieces);
+        const int columns = job.is_fp32 ? 1 : 2, first = job.is_fp32 ? kWide * half : half;  // from lane to lane
+        lanes_to_lines<kWords>(pieces, results.line[first] + offset, columns * kLineBytes);
+        if (!kOperand && job.scale_kind != kNoScale)
+            for (int lane = 0; lane < kWide; ++lane)
+                results.scale[first + columns * lane][offset / (4 * kWords)] = b[half].code[lane];
+    }
+}
+
+// Copies of the usual sizes without a call.
+inline void copy(uint8_t* target, const uint8_t* source, int64_t bytes) {
+    switch (bytes) {
+        case 128: std::memcpy(target, source, 128); return;
+        case 64: std::memcpy(target, source, 64); return;
+        case 16: std::memcpy(target, source, 16); return;
+        case 8: std::memcpy(target, source, 8); return;
+        case 4: std::memcpy(target, source, 4); return;
+        default: std::memcpy(target, source, size_t(bytes));
+    }
+}
+
+// Writes `blocks` blocks of each column, the first of which is at (row, column) of x.
+void store_lines(const Job& job, const Results& results, int64_t row, int64_t column, int lanes, int64_t bytes, int64_t blocks) {
+    for (int lane = 0; lane < lanes; ++lane) {
+        const int64_t here = (column + lane) * job.rows + row;
+        copy(result_at(job, here, job.element == kE2m1), results.line[lane], bytes);
+        if (!job.operand && job.scale_kind != kNoScale) copy(job.scales + here / job.width, results.scale[lane], blocks);
+    }
+}
+
+// A strip of columns between two rows.
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
+void quantize_strip(const Job& job, int64_t first, int64_t last, int64_t column, int lanes) {
+    constexpr int64_t block_bytes = 4 * words_of_block<kOperand, Element, kWidth>(), kRows = kLineBytes / block_bytes * kWidth;
+    const int height = std::max(kWidth, int(job.hadamard));  // rows that are transformed together hold whole blocks
+    Strip v;
+    Results results;
+    Blocks b[2];
+    Keys keys;
+    const auto column_at = [&](int lane) { return column + std::min(column_of(job, lane / kWide, lane % kWide), lanes - 1); };
+    if (kStochastic)
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const RowKey key = row_key(job, column_at(lane));
+            keys.low[lane / kWide][lane % kWide] = key.low;
+            keys.high[lane / kWide][lane % kWide] = key.high;
+        }
+    int64_t start = first;  // of the rows whose results wait to be written
+    for (int64_t row = first; row < last; row += height) {
+        load_columns(job, row, height, column, lanes, v);
+        for (int line = 0; line < height; line += kWidth) {
+            const int64_t here = row + line;
+            if (here == first || (job.outer == kChunkScale && here % kChunk == 0))
+                for (int half = 0; half < 2; ++half)
+                    spread_factors(job, b[half], [&](int lane) { return Place{column_at(kWide * half + lane), here}; });
+            const int64_t done = here - start;
+            quantize_lanes<kStochastic, kOperand, Element, kWidth>(job, v, line, keys, here, b, results,
+                                                                   done / kWidth * block_bytes);
+            if (done + kWidth < kRows && here + kWidth < last) continue;
+            const int64_t blocks = done / kWidth + 1;
+            store_lines(job, results, start, column, lanes, blocks * block_bytes, blocks);
+            start = here + kWidth;
+        }
+    }
+}
+
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
 void quantize_down_columns(const Job& job, const Region& region) {
     for (int64_t column = region.column; column < region.last_column; column += kLanes) {
         const int lanes = int(std::min<int64_t>(kLanes, region.last_column - column));
-        quantize_strip<kStochastic, kOperand, Element, kWidth, T>(job, region.row, region.last_row, column, lanes);
+        quantize_strip<kStochastic, kOperand, Element, kWidth>(job, region.row, region.last_row, column, lanes);
     }
 }
 
 // -------------------------------------------------------------------------------------------------------- four over six
 
-struct Candidate { uint8_t code[kBlock][kBlock]; uint32_t scale; float error; };
+// What a scale makes of 16 blocks: codes, scale bytes, and errors added up in the order of the elements.
+struct Candidate { Words pieces[2], scale; Floats error; };
 
-// `v` holds `height` rows of one block.
-Candidate try_scale(const float (*v)[kBlock], int height, float scaled, const Factors& factors, const Job& job) {
-    Candidate result;
+NVFP4_INLINE Candidate try_scale(const Floats* v, Floats scaled, Floats decode, Floats amax, const Job& job) {
+    Candidate result = {};
     result.scale = encode_e4m3(scaled);
-    const float scale = decode_e4m3(result.scale), encode = encode_factor(scale, factors.decode);
-    float row_error[kBlock] = {};
-    for (int line = 0; line < height; ++line)
-        for (int lane = 0; lane < kBlock; ++lane) {
-            const float rounded = round_nearest<E2M1>(v[line][lane] * encode);
-            result.code[line][lane] = uint8_t(code_of<E2M1>(rounded));
-            const float decoded = ((rounded * scale) * factors.amax) / job.largest_product;
-            const float difference = decoded - v[line][lane];
-            const float error = job.scale_rule == kFourOverSixMse ? difference * difference : std::fabs(difference);
-            row_error[line] = row_error[line] + error;
-        }
-    for (int half = height / 2; half > 0; half /= 2)
-        for (int line = 0; line < half; ++line) row_error[line] = row_error[line] + row_error[line + half];
-    result.error = row_error[0];
+    const Floats scale = decode_e4m3(result.scale), encode = encode_factor(scale, decode);
+#pragma GCC unroll 16
+    for (int line = 0; line < kBlock; ++line) {
+        const Floats product = v[line] * encode;
+        const Words size = smaller(bits_of(product) & ~kSign, all(as_bits(E2M1::kLargest)));
+        const OnGrid at = to_grid<false, E2M1>(floats_of(size), Words{});
+        const auto is_negative = product < 0.0f;
+        const Words code = code_above<E2M1>(at) - code_excess<E2M1>(), sign = is_negative ? all(kSign) : Words{};
+        result.pieces[line / 8] |= (code | sign >> 28) << uint32_t(4 * (line % 8));
+        const Floats rounded = floats_of(bits_of(value_of(at)) | sign);
+        const Floats difference = ((rounded * scale) * amax) / job.largest_product - v[line];
+        const Floats size_of_it = floats_of(bits_of(difference) & ~kSign);
+        result.error = result.error + (job.scale_rule == kFourOverSixMse ? difference * difference : size_of_it);
+    }
+    for (int piece = 0; piece < 2; ++piece) result.pieces[piece] = encode == encode ? result.pieces[piece] : Words{};
     return result;
 }
 
-template <typename T>
-void quantize_four_over_six(const Job& job, const Region& region) {
+// Both candidates for 16 blocks: the block maximum becomes 6, or 4.
+struct Choice { Candidate six, four; };
+
+NVFP4_INLINE Choice try_scales(const Floats* v, Floats largest, const Factors& factors, const Job& job) {
+    const Floats base = (largest / 6.0f) * factors.encode;
+    return {try_scale(v, base, all(factors.decode), all(factors.amax), job),
+            try_scale(v, base * 1.5f, all(factors.decode), all(factors.amax), job)};
+}
+
+// Sums of 16 rows, the first and the ninth first.
+template <typename Number>
+NVFP4_INLINE Number tree_sum(Number* rows) {
+    for (int half = kBlock / 2; half > 0; half /= 2)
+        for (int row = 0; row < half; ++row) rows[row] = rows[row] + rows[row + half];
+    return rows[0];
+}
+
+void four_over_six_rows(const Job& job, const Region& region) {
     const int height = job.is_tile ? kBlock : 1;
     const Factors factors = outer_factors(job, 0, 0);
     for (int64_t row = region.row; row < region.last_row; row += height)
-        for (int64_t column = region.column; column < region.last_column; column += kBlock) {
-            float v[kBlock][kBlock];
-            uint32_t bits = 0;
-            for (int line = 0; line < height; ++line)
-                for (int lane = 0; lane < kBlock; ++lane) {
-                    v[line][lane] = load(static_cast<const T*>(job.x)[(row + line) * job.stride + column + lane]);
-                    bits = larger(bits, as_bits(v[line][lane]) & ~kSign);
-                }
-            const float base = (as_float(bits) / 6.0f) * factors.encode;
-            const Candidate six = try_scale(v, height, base, factors, job);
-            const Candidate four = try_scale(v, height, base * 1.5f, factors, job);
-            const Candidate& best = four.error < six.error ? four : six;
+        for (int64_t column = region.column; column < region.last_column; column += kWide * kBlock) {
+            const int blocks = int(std::min<int64_t>(kWide, (region.last_column - column) / kBlock));
+            Floats v[kBlock], six[kBlock], four[kBlock];
+            Choice choice[kBlock];
+            Words largest = {};
             for (int line = 0; line < height; ++line) {
+                load_blocks<kBlock>(job, row + line, column, blocks, v);
+                largest = larger(largest, maxima(v, kBlock));
+            }
+            for (int line = 0; line < height; ++line) {
+                if (height > 1) load_blocks<kBlock>(job, row + line, column, blocks, v);
+                choice[line] = try_scales(v, floats_of(largest), factors, job);
+                six[line] = choice[line].six.error;
+                four[line] = choice[line].four.error;
+            }
+            const auto takes_four = height > 1 ? tree_sum(four) < tree_sum(six) : four[0] < six[0];
+            for (int line = 0; line < height; ++line) {
+                const Candidate &a = choice[line].four, &b = choice[line].six;
+                Words pieces[2] = {takes_four ? a.pieces[0] : b.pieces[0], takes_four ? a.pieces[1] : b.pieces[1]};
+                alignas(16) uint8_t code[kWide];
+                store_bytes(code, takes_four ? a.scale : b.scale);
                 const int64_t here = (row + line) * job.columns + column;
-                for (int pair = 0; pair < kBlock / 2; ++pair)
-                    job.codes[here / 2 + pair] = uint8_t(best.code[line][2 * pair] | best.code[line][2 * pair + 1] << 4);
-                job.scales[here / kBlock] = uint8_t(best.scale);
+                store_blocks<2>(pieces, blocks, job.codes + here / 2);
+                store_scales(code, blocks, job.scales + here / kBlock);
             }
         }
+}
+
+// Whether the blocks of 32 columns, or the tiles that they form, take four.
+void choose_columns(const Job& job, const Choice (&choice)[2], Ints (&takes_four)[2]) {
+    for (int half = 0; half < 2; ++half) takes_four[half] = choice[half].four.error < choice[half].six.error;
+    if (!job.is_tile) return;
+    float six[kLanes], four[kLanes];
+    for (int half = 0; half < 2; ++half)
+        for (int lane = 0; lane < kWide; ++lane) {
+            six[column_of(job, half, lane)] = choice[half].six.error[lane];
+            four[column_of(job, half, lane)] = choice[half].four.error[lane];
+        }
+    const bool tiles[2] = {tree_sum(four) < tree_sum(six), tree_sum(four + kBlock) < tree_sum(six + kBlock)};
+    for (int half = 0; half < 2; ++half)
+        for (int lane = 0; lane < kWide; ++lane) takes_four[half][lane] = tiles[column_of(job, half, lane) / kBlock] ? -1 : 0;
+}
+
+void four_over_six_columns(const Job& job, const Region& region) {
+    const Factors factors = outer_factors(job, 0, 0);
+    for (int64_t column = region.column; column < region.last_column; column += kLanes) {
+        const int lanes = int(std::min<int64_t>(kLanes, region.last_column - column));
+        for (int64_t row = region.row; row < region.last_row; row += kBlock) {
+            Strip v;
+            Results results;
+            Blocks b[2];
+            Choice choice[2];
+            Ints takes_four[2];
+            load_columns(job, row, kBlock, column, lanes, v);
+            for (int half = 0; half < 2; ++half) b[half].largest = floats_of(maxima(v[half], kBlock));
+            if (job.is_tile) tile_maxima(job, b);
+            for (int half = 0; half < 2; ++half) choice[half] = try_scales(v[half], b[half].largest, factors, job);
+            choose_columns(job, choice, takes_four);
+            for (int half = 0; half < 2; ++half) {
+                const Candidate &four = choice[half].four, &six = choice[half].six;
+                const auto chosen = takes_four[half] < 0;
+                Words pieces[2] = {chosen ? four.pieces[0] : six.pieces[0], chosen ? four.pieces[1] : six.pieces[1]};
+                const Words scale = chosen ? four.scale : six.scale;
+                const int columns = job.is_fp32 ? 1 : 2, first = job.is_fp32 ? kWide * half : half;
+                lanes_to_lines<2>(pieces, results.line[first], columns * kLineBytes);
+                for (int lane = 0; lane < kWide; ++lane) results.scale[first + columns * lane][0] = uint8_t(scale[lane]);
+            }
+            store_lines(job, results, row, column, lanes, kBlock / 2, 1);
+        }
+    }
 }
 
 // ----------------------------------------------------------------------------------------------------- choosing a kernel
 
 using Kernel = void (*)(const Job&, const Region&);
 
-template <bool kStochastic, bool kOperand, typename Element, int kWidth, typename T>
+template <bool kStochastic, bool kOperand, typename Element, int kWidth>
 Kernel kernel_in(bool column) {
-    return column ? quantize_down_columns<kStochastic, kOperand, Element, kWidth, T>
-                  : quantize_along_rows<kStochastic, kOperand, Element, kWidth, T>;
+    return column ? quantize_down_columns<kStochastic, kOperand, Element, kWidth>
+                  : quantize_along_rows<kStochastic, kOperand, Element, kWidth>;
 }
 
-template <typename Element, int kWidth, typename T>
+template <typename Element, int kWidth>
 Kernel kernel_of(const Job& job, bool column) {
-    if (job.stochastic && job.operand) return kernel_in<true, true, Element, kWidth, T>(column);
-    if (job.stochastic) return kernel_in<true, false, Element, kWidth, T>(column);
-    if (job.operand) return kernel_in<false, true, Element, kWidth, T>(column);
-    return kernel_in<false, false, Element, kWidth, T>(column);
-}
-
-template <typename T>
-Kernel typed_kernel(const Job& job, bool column) {
-    if (job.scale_rule == kFourOverSixMae || job.scale_rule == kFourOverSixMse) return quantize_four_over_six<T>;
-    if (job.element == kE2m1) return job.width == 32 ? kernel_of<E2M1, 32, T>(job, column) : kernel_of<E2M1, 16, T>(job, column);
-    return job.element == kE4m3 ? kernel_of<E4M3, 32, T>(job, column) : kernel_of<E5M2, 32, T>(job, column);
+    if (job.stochastic && job.operand) return kernel_in<true, true, Element, kWidth>(column);
+    if (job.stochastic) return kernel_in<true, false, Element, kWidth>(column);
+    if (job.operand) return kernel_in<false, true, Element, kWidth>(column);
+    return kernel_in<false, false, Element, kWidth>(column);
 }
 
 Kernel choose(const Job& job, bool column) {
     const size_t count = size_t(job.rows) * size_t(job.columns);
     prefer_large_pages(job.operand, 2 * count);
     prefer_large_pages(job.codes, job.element == kE2m1 ? count / 2 : count);
-    return job.is_fp32 ? typed_kernel<float>(job, column) : typed_kernel<BFloat16>(job, column);
+    if (job.scale_rule == kFourOverSixMae || job.scale_rule == kFourOverSixMse)
+        return column ? four_over_six_columns : four_over_six_rows;
+    if (job.element == kE2m1) return job.width == 32 ? kernel_of<E2M1, 32>(job, column) : kernel_of<E2M1, 16>(job, column);
+    return job.element == kE4m3 ? kernel_of<E4M3, 32>(job, column) : kernel_of<E5M2, 32>(job, column);
 }
 
 }  // namespace
@@ -319,13 +443,13 @@ extern "C" {
 
 void nvfp4_quantize(const Job* job, int column) {
     const Kernel kernel = choose(*job, column);
-    for_each_region(*job, column ? kColumnRegion : kRowRegion, [&](const Region& region) { kernel(*job, region); });
+    for_each_region(*job, column ? column_region(*job) : kRowRegion, [&](const Region& region) { kernel(*job, region); });
 }
 
 // Both directions of one x: each region is read from memory once and from the cache afterwards.
 void nvfp4_quantize_both(const Job* rows, const Job* columns) {
     const Kernel along_rows = choose(*rows, false), down_columns = choose(*columns, true);
-    for_each_region(*rows, kColumnRegion, [&](const Region& region) {
+    for_each_region(*rows, column_region(*columns), [&](const Region& region) {
         along_rows(*rows, region);
         down_columns(*columns, region);
     });
