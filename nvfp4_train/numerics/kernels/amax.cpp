@@ -39,6 +39,8 @@ void amax_row_chunks(const Job& job, float* out) {
         }
 }
 
+#ifdef __AVX512F__
+
 // Largest bits of a vector's lanes.
 uint32_t largest_lane(Words bits) {
     uint32_t largest = 0;
@@ -79,13 +81,6 @@ void amax_down_columns(const Job& job, float* out) {
     if (job.outer != kChunkScale) out[0] = quiet(as_float(largest));
 }
 
-template <typename T>
-void amax_typed(const Job& job, bool column, float* out) {
-    if (job.hadamard || (column && job.outer == kChunkScale)) amax_down_columns<T>(job, out);
-    else if (job.outer == kChunkScale) amax_row_chunks<T>(job, out);
-    else amax_rows<T>(job, out);
-}
-
 void transform(const Job& job) {
     const int64_t strips = (job.columns + kLanes - 1) / kLanes;
 #pragma omp parallel for num_threads(job.threads) schedule(static)
@@ -121,6 +116,83 @@ void region_maxima(const Job& rows, const Job& columns, const Region& region, ui
         }
     }
     transformed = larger(transformed, largest_lane(larger(bits[0], bits[1])));
+}
+
+#else
+
+// The same down the columns, after a Hadamard transform if asked: of the tensor, or out [columns, amax_stride].
+template <typename T>
+void amax_down_columns(const Job& job, float* out) {
+    uint32_t largest = 0;
+    const int64_t strips = (job.columns + kLanes - 1) / kLanes, bands = (job.rows + kChunk - 1) / kChunk;
+#pragma omp parallel for num_threads(job.threads) schedule(static) reduction(max : largest)
+    for (int64_t unit = 0; unit < strips * bands; ++unit) {
+        alignas(64) float v[kMostRows][kLanes];
+        alignas(64) uint32_t bits[kLanes] = {};
+        const int64_t column = unit % strips * kLanes, row = unit / strips * kChunk;
+        const int lanes = int(std::min<int64_t>(kLanes, job.columns - column));
+        const int last = int(std::min<int64_t>(kChunk, job.rows - row)), height = job.hadamard > kBlock ? job.hadamard : kBlock;
+        for (int line = 0; line < last; line += height) {
+            const int count = std::min(height, last - line);
+            load_lanes<T>(job, row + line, count, column, lanes, v);
+            lane_maxima(v, count, bits);
+        }
+        const uint32_t strip = *std::max_element(bits, bits + kLanes);
+        largest = larger(largest, strip);
+        if (job.outer == kChunkScale)
+            for (int lane = 0; lane < lanes; ++lane)
+                out[(column + lane) * job.amax_stride + row / kChunk] = quiet(as_float(job.is_tile ? strip : bits[lane]));
+    }
+    if (job.outer != kChunkScale) out[0] = quiet(as_float(largest));
+}
+
+template <typename T>
+void transform_typed(const Job& job) {
+    const int64_t strips = (job.columns + kLanes - 1) / kLanes;
+#pragma omp parallel for num_threads(job.threads) schedule(static)
+    for (int64_t unit = 0; unit < strips * (job.rows / job.hadamard); ++unit) {
+        alignas(64) float v[kMostRows][kLanes];
+        const int64_t column = unit % strips * kLanes, row = unit / strips * job.hadamard;
+        const int lanes = int(std::min<int64_t>(kLanes, job.columns - column));
+        load_lanes<T>(job, row, job.hadamard, column, lanes, v);
+        for (int lane = 0; lane < lanes; ++lane)
+            for (int line = 0; line < job.hadamard; ++line)
+                job.operand[(column + lane) * job.rows + row + line] = uint16_t(as_bits(v[line][lane]) >> 16);
+    }
+}
+
+void transform(const Job& job) { job.is_fp32 ? transform_typed<float>(job) : transform_typed<BFloat16>(job); }
+
+// Largest magnitude of a region, and of the same region after the column job's transform.
+template <typename T>
+void region_maxima(const Job& rows, const Job& columns, const Region& region, uint32_t& plain, uint32_t& transformed) {
+    for (int64_t row = region.row; row < region.last_row; ++row) {
+        const T* x = static_cast<const T*>(rows.x) + row * rows.stride;
+        uint32_t bits = 0;
+        for (int64_t column = region.column; column < region.last_column; ++column) bits = larger(bits, size_bits(x[column]));
+        plain = larger(plain, bits);
+    }
+    if (!columns.hadamard) return;
+    const int height = std::max(kBlock, int(columns.hadamard));
+    alignas(64) float v[kMostRows][kLanes];
+    alignas(64) uint32_t bits[kLanes] = {};
+    for (int64_t column = region.column; column < region.last_column; column += kLanes) {
+        const int lanes = int(std::min<int64_t>(kLanes, region.last_column - column));
+        for (int64_t row = region.row; row < region.last_row; row += height) {
+            load_lanes<T>(columns, row, height, column, lanes, v);
+            lane_maxima(v, height, bits);
+        }
+    }
+    transformed = larger(transformed, *std::max_element(bits, bits + kLanes));
+}
+
+#endif
+
+template <typename T>
+void amax_typed(const Job& job, bool column, float* out) {
+    if (job.hadamard || (column && job.outer == kChunkScale)) amax_down_columns<T>(job, out);
+    else if (job.outer == kChunkScale) amax_row_chunks<T>(job, out);
+    else amax_rows<T>(job, out);
 }
 
 template <typename T>

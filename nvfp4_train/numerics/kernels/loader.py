@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_HEADER_NAMES = ("formats.h", "lanes.h", "pages.h", "vectors.h", "wide.h", "quantize_wide.h", "narrow.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "amax.cpp", "decode.cpp", "gemm.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("formats.h", "lanes.h", "pages.h", "vectors.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in _HEADER_NAMES)
 COMPILERS = ("c++", "g++", "clang++")
 # No flag changes a result (contraction to FMA would); the last ones let compilers vectorize branch-free code.
 FLAGS = (
@@ -37,7 +38,6 @@ FLAGS = (
     "-std=c++17",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-Wno-psabi",  # vectors wider than the CPU's are handed over in memory, which changes nothing inside one library
     # 16 FP32 lanes at once where the CPU has them, 10 to 30 % faster; compilers prefer half of that by default
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )

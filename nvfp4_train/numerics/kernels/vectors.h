@@ -1,15 +1,10 @@
-// Vectors of 16 FP32 or 32-bit lanes, and the transpositions between blocks in memory and blocks in lanes.
-//
-// GCC's and Clang's vector types compile for every CPU: to one register with AVX-512, to several elsewhere. Only shapes are
-// decided here, never a value.
+// Vectors of 16 FP32 or 32-bit lanes for CPUs with AVX-512, and the transpositions between blocks in memory and blocks in lanes.
 
 #pragma once
 
 #include "formats.h"
 
-#ifdef __AVX512F__
 #include <immintrin.h>
-#endif
 
 #define NVFP4_INLINE inline __attribute__((always_inline))
 
@@ -40,12 +35,7 @@ NVFP4_INLINE void store_vector(void* target, Vector value) { std::memcpy(target,
 
 // a + b, rounded toward zero; both are not negative, and the sum is far from overflow.
 NVFP4_INLINE Floats add_toward_zero(Floats a, Floats b) {
-#ifdef __AVX512F__
     return (Floats)_mm512_maskz_add_round_ps(0xFFFFu, (__m512)a, (__m512)b, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-#else
-    const Floats nearest = a + b;  // b is a power of two far above a, so that the subtraction is exact
-    return floats_of(bits_of(nearest) + (Words)(nearest - b > a));
-#endif
 }
 
 // Rounds to BF16, kept as FP32. The second form is for numbers that come from BF16 ones, whose NaN need no care.
