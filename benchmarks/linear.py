@@ -21,7 +21,7 @@ from nvfp4_train.precision.position import RoundingPosition
 
 RECIPES = (
     "bf16", "nvfp4", "nvfp4_no_rht", "nvfp4_no_sr", "nvfp4_four_over_six", "mxfp4", "mxfp8", "fp8", "fp8_delayed",
-    "fp8_block",
+    "fp8_block", "nvfp4_outer128",
 )  # fmt: skip
 
 
@@ -66,9 +66,9 @@ def main() -> None:
     functions: dict[str, Callable[[], object]] = {
         name: lambda linear=linear: call(linear, x, dy) for name, linear in linears.items()
     }
-    results = race(functions, reference="nn.Linear BF16", rounds=arguments.rounds, clock=clock)
+    results = race(functions, references=("nn.Linear BF16",), rounds=arguments.rounds, clock=clock)
     title = f"forward + backward, {tokens} tokens, {width} -> {width}, {arguments.threads} threads"
-    print_table(title, results, reference="nn.Linear BF16")
+    print_table(title, results)
     print("\nkept for backward, bytes an input element (BF16: 2)")
     for name, linear in linears.items():
         if isinstance(linear, QuantizedLinear):

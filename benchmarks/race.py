@@ -20,21 +20,21 @@ class Result:
         name: What was timed.
         median_ms: Median over the rounds.
         best_ms: Fastest round.
-        ratio: Median over the rounds of its time by the reference's in the same round.
+        ratios: For each reference, median over the rounds of its time by the reference's in the same round.
         elements_per_second: Elements by the median, in 1e9; 0 where that says nothing.
     """
 
     name: str
     median_ms: float
     best_ms: float
-    ratio: float
+    ratios: dict[str, float]
     elements_per_second: float
 
 
 def race(
     functions: dict[str, Callable[[], object]],
     *,
-    reference: str,
+    references: tuple[str, ...],
     rounds: int,
     elements: int = 0,
     clock: Callable[[], float] = time.perf_counter,
@@ -43,7 +43,7 @@ def race(
 
     Args:
         functions: By name.
-        reference: The one that ratios refer to.
+        references: Those that ratios refer to.
         rounds: How often each is timed.
         elements: That each handles.
         clock: Seconds; `time.thread_time` counts what one thread computes, whatever else the machine does.
@@ -57,26 +57,30 @@ def race(
                 seconds[name].append(clock() - start)
     results = []
     for name, own in seconds.items():
-        ratios = [a / b for a, b in zip(own, seconds[reference], strict=True)]
+        ratios = {
+            reference: median(a / b for a, b in zip(own, seconds[reference], strict=True)) for reference in references
+        }
         results.append(
             Result(
                 name=name,
                 median_ms=1e3 * median(own),
                 best_ms=1e3 * min(own),
-                ratio=median(ratios),
+                ratios=ratios,
                 elements_per_second=elements / median(own) / 1e9,
             )
         )
     return results
 
 
-def print_table(title: str, results: list[Result], *, reference: str) -> None:
+def print_table(title: str, results: list[Result]) -> None:
     """Print one line a function."""
     width = max(len(result.name) for result in results)
-    print(f"\n{title}\n{'':{width}}  {'median ms':>10} {'best ms':>9} {'x ' + reference:>16} {'1e9 el/s':>9}")
+    heads = "".join(f" {'x ' + reference:>16}" for reference in results[0].ratios)
+    print(f"\n{title}\n{'':{width}}  {'median ms':>10} {'best ms':>9}{heads} {'1e9 el/s':>9}")
     for result in results:
+        ratios = "".join(f" {ratio:16.2f}" for ratio in result.ratios.values())
         speed = f"{result.elements_per_second:9.2f}" if result.elements_per_second else ""
-        print(f"{result.name:{width}}  {result.median_ms:10.2f} {result.best_ms:9.2f} {result.ratio:16.2f} {speed}")
+        print(f"{result.name:{width}}  {result.median_ms:10.2f} {result.best_ms:9.2f}{ratios} {speed}")
 
 
 def choose_clock(threads: int, *, cpu_time: bool) -> Callable[[], float]:

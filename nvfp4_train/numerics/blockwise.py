@@ -37,7 +37,7 @@ def sum_blocks(a: GemmOperand, b: GemmOperand, *, width: int, multiply: Multiply
         multiply: Returns the fp32 product of [R_a, width] and [R_b, width].
     """
     (rows, depth), columns = a.shape, b.shape[0]
-    factors_a, factors_b = _chunk_factors(a), _chunk_factors(b)
+    factors_a, factors_b = (chunk_factors(side.amax, side.spec) for side in (a, b))
     total = torch.zeros(rows, columns, dtype=torch.float32, device=a.device)
     for start in range(0, depth, width):
         elements = slice(start, start + width)
@@ -61,8 +61,9 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(torch.float64) @ b.to(torch.float64).t()).to(torch.float32)
 
 
-def _chunk_factors(operand: GemmOperand) -> Tensor | None:
-    if not has_chunks(operand.spec):
+def chunk_factors(amax: Tensor | None, spec: OperandSpec) -> Tensor | None:
+    """Return what the products of every 128 elements are multiplied by, fp32 [R, K/128] rounded up, if anything."""
+    if not has_chunks(spec):
         return None
-    assert operand.amax is not None  # a spec with chunks has an amax for each
-    return decode_chunks(operand.amax, operand.spec)
+    assert amax is not None  # a spec with chunks has an amax for each
+    return decode_chunks(amax, spec)

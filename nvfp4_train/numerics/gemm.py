@@ -7,16 +7,14 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from nvfp4_train.numerics.blockwise import exact_product, has_chunks, reference_width, sum_blocks
+from nvfp4_train.numerics.blockwise import chunk_factors, exact_product, has_chunks, reference_width, sum_blocks
 from nvfp4_train.numerics.kernels import gemm as kernel
 from nvfp4_train.numerics.kernels import is_compiled, native
-from nvfp4_train.numerics.quantize import GemmOperand, QuantizedTensor, gemm_operand
+from nvfp4_train.numerics.quantize import GemmOperand, QuantizedTensor, gemm_operand, transposed_amax
 from nvfp4_train.numerics.scaling import largest_product, safe_amax
 from nvfp4_train.numerics.spec import CHUNK, Format, GemmMode, GlobalScale, OperandSpec
 
 logger = logging.getLogger(__name__)
-
-PACKED_FORMATS = (Format.nvfp4,)  # whose codes the CPU kernel decodes while it reads them
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,9 @@ class PackedOperand:
 
     @property
     def amax(self) -> Tensor:
-        """fp32 [1] or [R]."""
-        return self.quantized.amax
+        """fp32 [1], [R] or [R, K/128]."""
+        amax = self.quantized.amax
+        return transposed_amax(amax, self.spec, rows=self.shape[0]) if self.is_transposed else amax
 
     @property
     def device(self) -> torch.device:
@@ -67,8 +66,8 @@ Operand = GemmOperand | PackedOperand
 
 
 def reads_packed(x: Tensor, spec: OperandSpec) -> bool:
-    """Say whether GEMMs on x's device multiply packed codes of this spec faster than values unpacked before."""
-    return spec.format in PACKED_FORMATS and not has_chunks(spec) and kernel.multiplies(x)
+    """Say whether GEMMs on x's device multiply codes of this spec faster than values unpacked before."""
+    return spec.is_quantized and kernel.multiplies(x)
 
 
 def global_alpha(a: Operand, b: Operand) -> Tensor:
@@ -117,14 +116,13 @@ def exact_gemm(a: Operand, b: Operand, *, mode: GemmMode, out_dtype: torch.dtype
     fp32_operand = Format.fp32 in (a.spec.format, b.spec.format)
     if fp32_operand and mode is GemmMode.bf16_exact:
         raise ValueError("gemm: found bf16_exact with an fp32 operand, which BF16 cannot hold; use fp32_exact or auto")
+    in_bf16 = mode is not GemmMode.fp32_blockwise and not fp32_operand and _multiplies_in_bf16(mode, a.device)
+    is_quantized = a.spec.is_quantized or b.spec.is_quantized
+    if in_bf16 and (is_quantized or out_dtype is torch.float32) and _kernel_multiplies(a, b):
+        return _kernel_gemm(a, b, out_dtype=out_dtype)
     if mode is GemmMode.fp32_blockwise or has_chunks(a.spec) or has_chunks(b.spec):
         return _blockwise_gemm(_unpacked(a), _unpacked(b), mode=mode, out_dtype=out_dtype)
-    in_bf16 = not fp32_operand and _multiplies_in_bf16(mode, a.device)
-    is_quantized = a.spec.is_quantized or b.spec.is_quantized
     alpha = global_alpha(a, b)
-    if in_bf16 and (is_quantized or out_dtype is torch.float32) and _kernel_multiplies(a, b):
-        transposed = [isinstance(side, PackedOperand) and side.is_transposed for side in (a, b)]
-        return torch.ops.nvfp4_train.gemm(_parts(a), _parts(b), alpha, transposed=transposed, out_dtype=out_dtype)
     a_values, b_values = a.values, b.values
     if in_bf16 and a_values.is_cuda:
         return (torch.mm(a_values, b_values.t(), out_dtype=torch.float32) * alpha).to(out_dtype)
@@ -175,7 +173,8 @@ def _product(a: Tensor, b: Tensor, *, in_bf16: bool) -> Tensor:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     if in_bf16 and kernel.multiplies(a) and 1 in a.stride() and 1 in b.stride():
         one = torch.ones((), device=a.device)
-        return torch.ops.nvfp4_train.gemm([a], [b], one, transposed=[False, False], out_dtype=torch.float32)
+        layouts = 2 * kernel.layout_of_values()
+        return torch.ops.nvfp4_train.gemm([a], [b], one, [None, None], layouts=layouts, out_dtype=torch.float32)
     return torch.ops.nvfp4_train.gemm_fp32(a, b, bf16_products=in_bf16)
 
 
@@ -185,17 +184,24 @@ def _kernel_multiplies(a: Operand, b: Operand) -> bool:
     What is BF16 in and out it leaves to PyTorch, whose GEMM is 4 % faster on unpacked operands.
     """
     return all(
-        kernel.multiplies(side.quantized.codes) and side.spec.format in PACKED_FORMATS
+        kernel.multiplies(side.quantized.codes)
         if isinstance(side, PackedOperand)
         else kernel.multiplies(side.values) and 1 in side.values.stride()
         for side in (a, b)
     )
 
 
-def _parts(side: Operand) -> list[Tensor]:
-    if isinstance(side, PackedOperand):
-        return [side.quantized.codes, side.quantized.block_scale]
-    return [side.values]
+def _kernel_gemm(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
+    parts, layouts = [], []
+    for side in (a, b):
+        if isinstance(side, PackedOperand):
+            parts.append([side.quantized.codes, side.quantized.block_scale])
+            layouts += kernel.layout_of_codes(side.spec, is_transposed=side.is_transposed)
+        else:
+            parts.append([side.values])
+            layouts += kernel.layout_of_values()
+    factors = [chunk_factors(side.amax, side.spec) for side in (a, b)]
+    return torch.ops.nvfp4_train.gemm(*parts, global_alpha(a, b), factors, layouts=layouts, out_dtype=out_dtype)
 
 
 def _alpha(

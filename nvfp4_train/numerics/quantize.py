@@ -105,14 +105,19 @@ class GemmOperand:
             raise ValueError(
                 f"block: found {self.spec.block}, which lies along one dim; quantize in direction column instead"
             )
-        return GemmOperand(self.values.t(), self._transposed_amax(), self.spec)
+        amax = None if self.amax is None else transposed_amax(self.amax, self.spec, rows=self.values.shape[1])
+        return GemmOperand(self.values.t(), amax, self.spec)
 
-    def _transposed_amax(self) -> Tensor | None:
-        """[R, C/128] to [C, R/128], both rounded up: one number per tile, repeated over the tile's rows."""
-        if self.amax is None or self.spec.fp32_scale is not GlobalScale.block_128:
-            return self.amax
-        tiles = self.amax[::CHUNK].t()
-        return tiles.repeat_interleave(CHUNK, dim=0)[: self.values.shape[1]]
+
+def transposed_amax(amax: Tensor, spec: OperandSpec, *, rows: int) -> Tensor:
+    """Return the amax of the transposed matrix, which has `rows` rows, for specs that do not depend on the direction.
+
+    With FP32 scales of tiles, [R, C/128] becomes [C, R/128], both rounded up: one number per tile, repeated over its
+    rows.
+    """
+    if spec.fp32_scale is not GlobalScale.block_128:
+        return amax
+    return amax[::CHUNK].t().repeat_interleave(CHUNK, dim=0)[:rows]
 
 
 def compute_amax(x: Tensor, spec: OperandSpec, *, direction: Direction, sign_mask: int | None = None) -> Tensor:

@@ -15,15 +15,18 @@ from torch import Tensor
 from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
-from nvfp4_train.config.recipe import ComputeDtype
+from nvfp4_train.config.recipe import ComputeDtype, DgradRow, FpropRow, LinearRecipe, RecipeConfig, WgradRow
 from nvfp4_train.config.run import Device
 from nvfp4_train.engine.base import Engine, Forward
 from nvfp4_train.model.router import max_violations
+from nvfp4_train.numerics.spec import Format
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
+from nvfp4_train.precision.amax_history import named_histories
 from nvfp4_train.precision.operands import OperandRounder
 from tests.support.engines import add_gradients, build_tiny_engine, step_batches, train, whole_parameters
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
+from tests.support.tensors import format_spec
 from tests.support.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, parallel_layout, tiny_batches, tiny_model
 
 NUM_STEPS = 11
@@ -95,6 +98,15 @@ def corrections(engine: Engine) -> dict[str, list[float]]:
     return {name: value.tolist() for name, value in state.items() if name.endswith("e_score_correction_bias")}
 
 
+def delayed_recipe() -> RecipeConfig:
+    """FP8 scaled by the maxima of the last three steps."""
+    spec = replace(format_spec(Format.fp8_e4m3), amax_history_length=3)
+    table = LinearRecipe(
+        fprop=FpropRow(x=spec, w=spec), dgrad=DgradRow(dy=spec, w=spec), wgrad=WgradRow(x=spec, dy=spec)
+    )
+    return nvfp4_recipe(table)
+
+
 def train_everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
     """All that the tests ask of one layout, so that ranks start once."""
     found: dict[str, Any] = {}
@@ -127,6 +139,11 @@ def train_everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
         for losses in [nvfp4.evaluate(tiny_batches(step=99)[runtime.rank], forward=forward)]
     ]
     found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS))
+    delayed = build_tiny_engine(runtime, delayed_recipe())
+    for step in range(2):
+        train(delayed, range(step, step + 1))
+        histories = named_histories(delayed.model)
+        found[f"histories_{step}"] = {name: tensor.clone() for name, tensor in histories.items()}
     return found
 
 
@@ -255,6 +272,27 @@ def test_losses_and_norms_are_bitwise_equal_on_all_ranks(two):
         assert two[0][key] == two[1][key], key
 
 
+def test_the_function_after_the_optimizer_sees_each_step_and_what_it_changes_is_quantized_anew(runtime):
+    """`halve` halves every parameter; the engine calls it after the update, with the number of steps done."""
+    seen: list[int] = []
+    recipe = replace(nvfp4_recipe(), after_optimizer="tests.support.outside:halve")
+    engines = [build_tiny_engine(runtime, choice) for choice in (nvfp4_recipe(), recipe)]
+    inner = engines[1]._after_step
+
+    def after_step(model: torch.nn.Module, *, step: int) -> None:
+        seen.append(step)
+        inner(model, step=step)
+
+    engines[1]._after_step = after_step
+    for engine in engines:
+        train(engine, range(1))
+    plain, halved = (whole_parameters(engine) for engine in engines)
+    assert all(torch.equal(halved[name], plain[name] / 2) for name in plain)
+    losses = [train(engine, range(1, 2))[0][0] for engine in engines]
+    assert seen == [1, 2]
+    assert losses[0] != losses[1]
+
+
 def test_gradients_are_exchanged_once_a_step_and_not_once_a_microbatch(runtime):
     """A sharded gradient appears with an exchange; none may be there when the last microbatch starts."""
     engine = build_tiny_engine(runtime, nvfp4_recipe())
@@ -281,6 +319,19 @@ def test_rounding_of_the_first_step_is_bitwise_that_of_one_rank(one, two):
     assert {name for _, name, _ in stochastic} == {"dgrad.dy", "wgrad.dy"}
     tokens_by_rank = [{first for _, _, first in found["rounding"]} for found in two]
     assert tokens_by_rank == [{-1, 0, 64}, {-1, 32, 96}]
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_the_maxima_of_delayed_scaling(one, two):
+    """Of the first step, whose weights are the same, they are those of one rank."""
+    first, second = two[0]["histories_0"], one["histories_0"]
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all((history[0] > 0) & (history[1:] == 0).all() for history in first.values())
+    for step in range(2):
+        ranks = [found[f"histories_{step}"] for found in two]
+        assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+    assert all((history[:2] > 0).all() for history in two[0]["histories_1"].values())
 
 
 @pytest.mark.distributed

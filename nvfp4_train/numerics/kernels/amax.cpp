@@ -39,6 +39,87 @@ void amax_row_chunks(const Job& job, float* out) {
         }
 }
 
+#ifdef __AVX512F__
+
+// Largest bits of a vector's lanes.
+uint32_t largest_lane(Words bits) {
+    uint32_t largest = 0;
+    for (int lane = 0; lane < kWide; ++lane) largest = larger(largest, uint32_t(bits[lane]));
+    return largest;
+}
+
+// The same down the columns, after a Hadamard transform if asked: of the tensor, or out [columns, amax_stride].
+template <typename T>
+void amax_down_columns(const Job& job, float* out) {
+    uint32_t largest = 0;
+    const int64_t width = job.is_tile ? kChunk : kLanes;  // a tile's columns are one thread's work
+    const int64_t strips = (job.columns + width - 1) / width, bands = (job.rows + kChunk - 1) / kChunk;
+#pragma omp parallel for num_threads(job.threads) schedule(static) reduction(max : largest)
+    for (int64_t unit = 0; unit < strips * bands; ++unit) {
+        const int64_t first = unit % strips * width, row = unit / strips * kChunk, end = std::min(job.columns, first + width);
+        const int last = int(std::min<int64_t>(kChunk, job.rows - row)), height = std::max(kBlock, int(job.hadamard));
+        uint32_t whole = 0;
+        for (int64_t column = first; column < end; column += kLanes) {
+            Words bits[2] = {};
+            const int lanes = int(std::min<int64_t>(kLanes, end - column));
+            for (int line = 0; line < last; line += height) {
+                const int count = std::min(height, last - line);
+                column_maxima<T>(job, row + line, count, column, lanes, bits);
+            }
+            whole = larger(whole, largest_lane(larger(bits[0], bits[1])));
+            if (job.outer != kChunkScale || job.is_tile) continue;
+            for (int half = 0; half < 2; ++half)
+                for (int lane = 0; lane < kWide; ++lane)
+                    if (const int at = column_of(job, half, lane); at < lanes)
+                        out[(column + at) * job.amax_stride + row / kChunk] = quiet(as_float(bits[half][lane]));
+        }
+        largest = larger(largest, whole);
+        if (job.outer == kChunkScale && job.is_tile)
+            for (int64_t column = first; column < end; ++column)
+                out[column * job.amax_stride + row / kChunk] = quiet(as_float(whole));
+    }
+    if (job.outer != kChunkScale) out[0] = quiet(as_float(largest));
+}
+
+void transform(const Job& job) {
+    const int64_t strips = (job.columns + kLanes - 1) / kLanes;
+#pragma omp parallel for num_threads(job.threads) schedule(static)
+    for (int64_t unit = 0; unit < strips * (job.rows / job.hadamard); ++unit) {
+        Strip v;
+        const int64_t column = unit % strips * kLanes, row = unit / strips * job.hadamard;
+        const int lanes = int(std::min<int64_t>(kLanes, job.columns - column));
+        load_columns(job, row, job.hadamard, column, lanes, v);
+        for (int half = 0; half < 2; ++half)
+            for (int lane = 0; lane < kWide; ++lane)
+                if (const int at = column_of(job, half, lane); at < lanes)
+                    for (int line = 0; line < job.hadamard; ++line)
+                        job.operand[(column + at) * job.rows + row + line] = uint16_t(bits_of(v[half][line])[lane] >> 16);
+    }
+}
+
+// Largest magnitude of a region, and of the same region after the column job's transform.
+template <typename T>
+void region_maxima(const Job& rows, const Job& columns, const Region& region, uint32_t& plain, uint32_t& transformed) {
+    for (int64_t row = region.row; row < region.last_row; ++row) {
+        const T* x = static_cast<const T*>(rows.x) + row * rows.stride;
+        uint32_t bits = 0;
+        for (int64_t column = region.column; column < region.last_column; ++column) bits = larger(bits, size_bits(x[column]));
+        plain = larger(plain, bits);
+    }
+    if (!columns.hadamard) return;
+    const int height = std::max(kBlock, int(columns.hadamard));
+    Words bits[2] = {};
+    for (int64_t column = region.column; column < region.last_column; column += kLanes) {
+        const int lanes = int(std::min<int64_t>(kLanes, region.last_column - column));
+        for (int64_t row = region.row; row < region.last_row; row += height) {
+            column_maxima<T>(columns, row, height, column, lanes, bits);
+        }
+    }
+    transformed = larger(transformed, largest_lane(larger(bits[0], bits[1])));
+}
+
+#else
+
 // The same down the columns, after a Hadamard transform if asked: of the tensor, or out [columns, amax_stride].
 template <typename T>
 void amax_down_columns(const Job& job, float* out) {
@@ -66,14 +147,7 @@ void amax_down_columns(const Job& job, float* out) {
 }
 
 template <typename T>
-void amax_typed(const Job& job, bool column, float* out) {
-    if (job.hadamard || (column && job.outer == kChunkScale)) amax_down_columns<T>(job, out);
-    else if (job.outer == kChunkScale) amax_row_chunks<T>(job, out);
-    else amax_rows<T>(job, out);
-}
-
-template <typename T>
-void transform(const Job& job) {
+void transform_typed(const Job& job) {
     const int64_t strips = (job.columns + kLanes - 1) / kLanes;
 #pragma omp parallel for num_threads(job.threads) schedule(static)
     for (int64_t unit = 0; unit < strips * (job.rows / job.hadamard); ++unit) {
@@ -86,6 +160,8 @@ void transform(const Job& job) {
                 job.operand[(column + lane) * job.rows + row + line] = uint16_t(as_bits(v[line][lane]) >> 16);
     }
 }
+
+void transform(const Job& job) { job.is_fp32 ? transform_typed<float>(job) : transform_typed<BFloat16>(job); }
 
 // Largest magnitude of a region, and of the same region after the column job's transform.
 template <typename T>
@@ -110,10 +186,19 @@ void region_maxima(const Job& rows, const Job& columns, const Region& region, ui
     transformed = larger(transformed, *std::max_element(bits, bits + kLanes));
 }
 
+#endif
+
+template <typename T>
+void amax_typed(const Job& job, bool column, float* out) {
+    if (job.hadamard || (column && job.outer == kChunkScale)) amax_down_columns<T>(job, out);
+    else if (job.outer == kChunkScale) amax_row_chunks<T>(job, out);
+    else amax_rows<T>(job, out);
+}
+
 template <typename T>
 void amax_both(const Job& rows, const Job& columns, float* out) {
     std::atomic<uint32_t> largest[2] = {};
-    for_each_region(rows, kColumnRegion, [&](const Region& region) {
+    for_each_region(rows, column_region(columns), [&](const Region& region) {
         uint32_t bits[2] = {};
         region_maxima<T>(rows, columns, region, bits[0], bits[1]);
         for (int kind = 0; kind < 2; ++kind) {
@@ -139,6 +224,6 @@ void nvfp4_amax(const Job* job, int column, float* out) {
 }
 
 // Transforms down the columns of x [rows, columns] into operand [columns, rows].
-void nvfp4_hadamard(const Job* job) { job->is_fp32 ? transform<float>(*job) : transform<BFloat16>(*job); }
+void nvfp4_hadamard(const Job* job) { transform(*job); }
 
 }  // extern "C"

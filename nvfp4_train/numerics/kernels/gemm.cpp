@@ -19,12 +19,16 @@ extern "C" {
 
 // One operand [rows, k]; mirrored by `Side` in gemm.py.
 struct Side {
-    const void* data;       // BF16 numbers, or bytes of two codes each
-    const uint8_t* scales;  // E4M3, of blocks of 16 codes along a line of memory; null for BF16 numbers
+    const void* data;       // BF16 numbers, or bytes of codes
+    const uint8_t* scales;  // of blocks of codes along a line of memory
+    const float* factors;   // of every 128 k of a row: a [rows, chunks], b [chunks, rows]; null where there are none
     int64_t rows;
-    int64_t stride;        // from one line of memory to the next, in BF16 numbers or bytes
-    int64_t scale_stride;  // the same for the scales
-    int32_t is_transposed; // a line of memory holds one k of all rows, not one row
+    int64_t stride;         // from one line of memory to the next, in BF16 numbers or bytes
+    int64_t scale_stride;   // the same for the scales
+    int64_t factor_stride;  // the same for the factors
+    int32_t is_transposed;  // a line of memory holds one k of all rows, not one row
+    int32_t element;        // of codes: 0 E2M1, two to a byte, 1 E4M3, 2 E5M2; -1 for BF16 numbers
+    int32_t scale_kind;     // 0 E4M3 for 16 codes, 1 E8M0 for 32, 2 none
 };
 
 // Mirrored by `Gemm` in gemm.py.
@@ -148,68 +152,122 @@ void pack_values_transposed(const Strip& strip, int64_t depth) {
 }
 
 struct Tables {
-    alignas(64) float e2m1[16], e4m3[256];
+    alignas(64) float e2m1[16], e4m3[256], e8m0[256];
     Tables() {
         for (uint32_t code = 0; code < 16; ++code) e2m1[code] = decode_e2m1(code);
-        for (uint32_t code = 0; code < 256; ++code) e4m3[code] = decode_e4m3(code);
+        for (uint32_t code = 0; code < 256; ++code) {
+            e4m3[code] = decode_e4m3(code);
+            e8m0[code] = decode_e8m0(code);
+        }
     }
 };
 const Tables kTables;
 
-// code * scale of each lane's low four bits, as FP32 bits; exact in the upper 16.
-inline Vector decode(Vector codes, __m512 table, __m512 scale) {
-    return _mm512_castps_si512(_mm512_mul_ps(_mm512_permutexvar_ps(codes, table), scale));
+// Rounds to nearest even, in the upper halves; the instruction for this would flush subnormal results.
+inline Vector round_to_bf16(__m512 x) {
+    const Vector bits = _mm512_castps_si512(x);
+    const Vector even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const Vector rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(int(kQuietNan)));
 }
+
+// What codes of an element format and their scales stand for: FP32 bits of code * scale with 16 bits of BF16 above, from the
+// lowest bits of each lane. Exact, except where an 8-bit code times a tiny power of two is a subnormal number of BF16.
+template <typename Element>
+struct Decoder {
+    static constexpr int kBits = 8;
+    static Vector values(Vector codes, __m512 scale, bool has_scale) {
+        const Vector size = _mm512_and_si512(codes, _mm512_set1_epi32(0x7F));
+        const Vector sign = _mm512_slli_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(0x80)), 24);
+        const Vector exponents = _mm512_set1_epi32(int((Element::kSmallest - 1u) << Element::kMantissa));
+        const Vector normal = _mm512_slli_epi32(_mm512_add_epi32(size, exponents), 23 - Element::kMantissa);
+        const __m512 step = _mm512_set1_ps(power_of_two<Element::kSmallest>() / float(1 << Element::kMantissa));
+        const __m512 subnormal = _mm512_mul_ps(_mm512_cvtepi32_ps(size), step);
+        const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(1 << Element::kMantissa));
+        Vector bits = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(subnormal));
+        const Vector largest = _mm512_set1_epi32(int(as_bits(Element::kLargest)));
+        bits = _mm512_mask_mov_epi32(bits, _mm512_cmpgt_epi32_mask(bits, largest), _mm512_set1_epi32(int(kQuietNan)));
+        bits = _mm512_or_si512(bits, sign);
+        return has_scale ? round_to_bf16(_mm512_mul_ps(_mm512_castsi512_ps(bits), scale)) : bits;
+    }
+};
+
+template <>
+struct Decoder<E2M1> {
+    static constexpr int kBits = 4;
+    static Vector values(Vector codes, __m512 scale, bool) {
+        const __m512 table = _mm512_load_ps(kTables.e2m1);
+        return _mm512_castps_si512(_mm512_mul_ps(_mm512_permutexvar_ps(codes, table), scale));
+    }
+};
 
 inline Vector pair_of(Vector even, Vector odd) {
     return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(even, 16), odd);
 }
 
-// 128 codes of 16 rows at a time: their bytes are transposed four to a word.
+inline int block_width(const Side& side) { return side.scale_kind == 0 ? 16 : 32; }
+inline const float* scale_table(const Side& side) { return side.scale_kind == 0 ? kTables.e4m3 : kTables.e8m0; }
+
+// 64 bytes of codes of 16 rows at a time: they are transposed four to a word.
+template <typename Element>
 void pack_codes(const Strip& strip, int64_t depth) {
-    const __m512 table = _mm512_load_ps(kTables.e2m1);
-    const uint8_t* codes = static_cast<const uint8_t*>(strip.side.data) + strip.first * strip.side.stride;
-    const uint8_t* scales = strip.side.scales + strip.first * strip.side.scale_stride;
-    const int64_t blocks = (depth + kBlock - 1) / kBlock;
-    for (int64_t k = 0; k < depth; k += 128) {
-        const __mmask64 mask = first_bytes((depth - k + 1) / 2);
+    constexpr int bits = Decoder<Element>::kBits, pairs_of_word = 16 / bits, per_vector = 512 / bits;
+    const Side& side = strip.side;
+    const uint8_t* codes = static_cast<const uint8_t*>(side.data) + strip.first * side.stride;
+    const bool has_scale = side.scale_kind != 2;
+    const int64_t width = block_width(side), bytes = (depth * bits + 7) / 8;
+    for (int64_t k = 0; k < depth; k += per_vector) {
+        const int64_t first_byte = k * bits / 8;
+        const __mmask64 mask = first_bytes(bytes - first_byte);
         Vector v[kWide] = {};
-        for (int row = 0; row < strip.rows; ++row) v[row] = _mm512_maskz_loadu_epi8(mask, codes + row * strip.side.stride + k / 2);
+        for (int row = 0; row < strip.rows; ++row) v[row] = _mm512_maskz_loadu_epi8(mask, codes + row * side.stride + first_byte);
         transpose(v);
-        for (int part = 0; part < 8 && k + part * kBlock < depth; ++part) {
+        for (int64_t start = k; start < std::min<int64_t>(depth, k + per_vector); start += width) {
             alignas(64) float scale[kWide] = {};
-            const int64_t block = k / kBlock + part;
-            for (int row = 0; row < strip.rows && block < blocks; ++row)
-                scale[row] = kTables.e4m3[scales[row * strip.side.scale_stride + block]];
+            if (has_scale)
+                for (int row = 0; row < strip.rows; ++row)
+                    scale[row] = scale_table(side)[side.scales[(strip.first + row) * side.scale_stride + start / width]];
             const __m512 factors = _mm512_load_ps(scale);
-            for (int byte = 0; byte < 8; ++byte) {
-                const int64_t pair = k / 2 + part * 8 + byte;
-                if (2 * pair >= depth) break;
-                const Vector both = _mm512_srli_epi32(v[2 * part + byte / 4], unsigned(8 * (byte % 4)));
-                strip.store(pair, pair_of(decode(both, table, factors), decode(_mm512_srli_epi32(both, 4), table, factors)));
+            for (int64_t here = start; here < std::min<int64_t>(depth, start + width); here += 2) {
+                const int64_t place = (here - k) / 2;
+                const Vector word = _mm512_srli_epi32(v[place / pairs_of_word], unsigned(2 * bits * (place % pairs_of_word)));
+                const Vector even = Decoder<Element>::values(word, factors, has_scale);
+                strip.store(here / 2, pair_of(even, Decoder<Element>::values(_mm512_srli_epi32(word, bits), factors, has_scale)));
             }
         }
     }
 }
 
-// Codes of one k: 16 lanes from 8 bytes. The lanes may belong to two blocks.
-inline Vector transposed_line(const Strip& strip, int64_t k, __m512 table) {
-    const uint8_t* codes = static_cast<const uint8_t*>(strip.side.data) + k * strip.side.stride + strip.first / 2;
-    const uint8_t* scales = strip.side.scales + k * strip.side.scale_stride;
-    const int64_t block = strip.first / kBlock, last = (strip.first + strip.rows - 1) / kBlock;
-    const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << ((strip.rows + 1) / 2)) - 1u), codes);
-    const __m512i lanes = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4)));
-    const __mmask16 in_last = __mmask16(0xFFFFu << ((block + 1) * kBlock - strip.first));
-    const __m512 scale = _mm512_set1_ps(kTables.e4m3[scales[block]]), last_scale = _mm512_set1_ps(kTables.e4m3[scales[last]]);
-    return decode(lanes, table, _mm512_mask_blend_ps(in_last, scale, last_scale));
+// Codes of one k in 16 lanes, which may belong to two blocks.
+template <typename Element>
+Vector transposed_line(const Strip& strip, int64_t k) {
+    const Side& side = strip.side;
+    const uint8_t* codes = static_cast<const uint8_t*>(side.data) + k * side.stride + strip.first * Decoder<Element>::kBits / 8;
+    const int count = (strip.rows * Decoder<Element>::kBits + 7) / 8;
+    const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << count) - 1u), codes);
+    const bool is_packed = Decoder<Element>::kBits == 4;
+    const __m512i lanes = _mm512_cvtepu8_epi32(is_packed ? _mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4)) : bytes);
+    if (side.scale_kind == 2) return Decoder<Element>::values(lanes, _mm512_setzero_ps(), false);
+    const uint8_t* scales = side.scales + k * side.scale_stride;
+    const int64_t width = block_width(side), block = strip.first / width, last = (strip.first + strip.rows - 1) / width;
+    const __mmask16 in_last = __mmask16(0xFFFFu << std::min<int64_t>((block + 1) * width - strip.first, 16));
+    const __m512 scale = _mm512_set1_ps(scale_table(side)[scales[block]]);
+    const __m512 last_scale = _mm512_set1_ps(scale_table(side)[scales[last]]);
+    return Decoder<Element>::values(lanes, _mm512_mask_blend_ps(in_last, scale, last_scale), true);
 }
 
+template <typename Element>
 void pack_codes_transposed(const Strip& strip, int64_t depth) {
-    const __m512 table = _mm512_load_ps(kTables.e2m1);
     for (int64_t k = 0; k < depth; k += 2) {
-        const Vector odd = k + 1 < depth ? transposed_line(strip, k + 1, table) : _mm512_setzero_si512();
-        strip.store(k / 2, pair_of(transposed_line(strip, k, table), odd));
+        const Vector odd = k + 1 < depth ? transposed_line<Element>(strip, k + 1) : _mm512_setzero_si512();
+        strip.store(k / 2, pair_of(transposed_line<Element>(strip, k), odd));
     }
+}
+
+template <typename Element>
+void pack_element(const Strip& strip, int64_t depth) {
+    strip.side.is_transposed ? pack_codes_transposed<Element>(strip, depth) : pack_codes<Element>(strip, depth);
 }
 
 // Packs `width` rows from `first` on; rows beyond the operand become zero.
@@ -218,22 +276,30 @@ void pack_panel(const Side& side, int64_t first, int width, int64_t depth, uint3
     if (present < width) std::memset(dst, 0, size_t(pairs * width) * sizeof(uint32_t));
     for (int64_t row = 0; row < present; row += kWide) {
         const Strip strip = {side, first + row, int(std::min<int64_t>(kWide, present - row)), width, dst + row};
-        if (side.scales == nullptr) side.is_transposed ? pack_values_transposed(strip, depth) : pack_values(strip, depth);
-        else side.is_transposed ? pack_codes_transposed(strip, depth) : pack_codes(strip, depth);
+        switch (side.element) {
+            case 0: pack_element<E2M1>(strip, depth); break;
+            case 1: pack_element<E4M3>(strip, depth); break;
+            case 2: pack_element<E5M2>(strip, depth); break;
+            default: side.is_transposed ? pack_values_transposed(strip, depth) : pack_values(strip, depth);
+        }
     }
 }
 
 // ----------------------------------------------------------------------------------------------------------------- tiles
 
-// Adds `pairs` products to the sums of kCount rows.
-template <int kCount>
+// The factors of a chunk of k: of 12 rows of a and of 32 columns; null where an operand has none.
+struct ChunkFactors { const float *a, *b; };
+
+// Adds `pairs` products to the sums of kCount rows; those of a chunk are summed up apart and multiplied by its factors.
+template <int kCount, bool kIsChunk>
 inline __attribute__((always_inline)) void multiply(int64_t pairs, const uint32_t* a, const uint32_t* b, float* sums,
-                                                    bool is_first) {
+                                                    bool is_first, const ChunkFactors& factors) {
     __m512 left[kCount], right[kCount];
+    const bool starts = is_first || kIsChunk;
 #pragma GCC unroll 12
     for (int row = 0; row < kCount; ++row) {
-        left[row] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + row * kColumns);
-        right[row] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + row * kColumns + kWide);
+        left[row] = starts ? _mm512_setzero_ps() : _mm512_load_ps(sums + row * kColumns);
+        right[row] = starts ? _mm512_setzero_ps() : _mm512_load_ps(sums + row * kColumns + kWide);
     }
     for (int64_t pair = 0; pair < pairs; ++pair, a += kRows, b += kColumns) {
         const __m512bh b_left = (__m512bh)_mm512_load_si512(b), b_right = (__m512bh)_mm512_load_si512(b + kWide);
@@ -246,26 +312,28 @@ inline __attribute__((always_inline)) void multiply(int64_t pairs, const uint32_
     }
 #pragma GCC unroll 12
     for (int row = 0; row < kCount; ++row) {
-        _mm512_store_ps(sums + row * kColumns, left[row]);
-        _mm512_store_ps(sums + row * kColumns + kWide, right[row]);
+        float* target = sums + row * kColumns;
+        if (kIsChunk) {
+            const __m512 own = _mm512_set1_ps(factors.a ? factors.a[row] : 1.0f), zero = _mm512_setzero_ps();
+            const __m512 factor_left = factors.b ? _mm512_mul_ps(own, _mm512_load_ps(factors.b)) : own;
+            const __m512 factor_right = factors.b ? _mm512_mul_ps(own, _mm512_load_ps(factors.b + kWide)) : own;
+            left[row] = _mm512_add_ps(is_first ? zero : _mm512_load_ps(target), _mm512_mul_ps(factor_left, left[row]));
+            right[row] = _mm512_add_ps(is_first ? zero : _mm512_load_ps(target + kWide), _mm512_mul_ps(factor_right, right[row]));
+        }
+        _mm512_store_ps(target, left[row]);
+        _mm512_store_ps(target + kWide, right[row]);
     }
 }
 
-void multiply_tile(int rows, int64_t pairs, const uint32_t* a, const uint32_t* b, float* sums, bool is_first) {
-    if (rows > 8) multiply<12>(pairs, a, b, sums, is_first);
-    else if (rows > 4) multiply<8>(pairs, a, b, sums, is_first);
-    else multiply<4>(pairs, a, b, sums, is_first);
+template <bool kIsChunk>
+void multiply_tile(int rows, int64_t pairs, const uint32_t* a, const uint32_t* b, float* sums, bool is_first,
+                   const ChunkFactors& factors) {
+    if (rows > 8) multiply<12, kIsChunk>(pairs, a, b, sums, is_first, factors);
+    else if (rows > 4) multiply<8, kIsChunk>(pairs, a, b, sums, is_first, factors);
+    else multiply<4, kIsChunk>(pairs, a, b, sums, is_first, factors);
 }
 
-// Rounds to nearest even; the instruction for this would flush subnormal results.
-inline __m256i to_bf16(__m512 x) {
-    const Vector bits = _mm512_castps_si512(x);
-    const Vector even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const Vector rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    const Vector result = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(int(kQuietNan)));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16));
-}
+inline __m256i to_bf16(__m512 x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(x), 16)); }
 
 // Scales the sums of a tile and writes them.
 void finish_tile(const Gemm& gemm, int64_t row, int64_t column, const float* sums) {
@@ -289,18 +357,41 @@ void finish_tile(const Gemm& gemm, int64_t row, int64_t column, const float* sum
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The same with the factors that belong to the chunk of k at `pair`, for the tile at (row, column).
+void multiply_chunk(const Gemm& gemm, int64_t row, int64_t column, int64_t pair, int64_t pairs, const uint32_t* a,
+                    const uint32_t* b, float* sums) {
+    const int rows = int(std::min<int64_t>(kRows, gemm.a.rows - row));
+    const int64_t chunk = 2 * pair / kChunk;
+    alignas(64) float own_a[kRows] = {}, own_b[kColumns] = {};
+    for (int line = 0; line < rows && gemm.a.factors && pairs; ++line)
+        own_a[line] = gemm.a.factors[(row + line) * gemm.a.factor_stride + chunk];
+    for (int lane = 0; lane < std::min<int64_t>(kColumns, gemm.b.rows - column) && gemm.b.factors && pairs; ++lane)
+        own_b[lane] = gemm.b.factors[chunk * gemm.b.factor_stride + column + lane];
+    multiply_tile<true>(rows, pairs, a, b, sums, pair == 0,
+                        {gemm.a.factors ? own_a : nullptr, gemm.b.factors ? own_b : nullptr});
+}
+
 // Rows first .. first + count of a times the packed panels of b from `column` on. `packed` and `sums` are this thread's.
 void multiply_block(const Gemm& gemm, int64_t first, int64_t count, int64_t column, int64_t panels, const uint32_t* b,
                     uint32_t* packed, float* sums) {
     const int64_t pairs = (gemm.depth + 1) / 2, tiles = up(count, kRows);
+    const bool has_chunks = gemm.a.factors || gemm.b.factors;
+    const int64_t most = has_chunks ? kChunk / 2 : kPairs;
     for (int64_t tile = 0; tile < tiles; ++tile)
         pack_panel(gemm.a, first + tile * kRows, kRows, gemm.depth, packed + tile * kRows * pairs);
     for (int64_t panel = 0; panel < panels; ++panel) {
-        for (int64_t pair = 0; pair == 0 || pair < pairs; pair += kPairs) {
-            const int64_t length = std::min(kPairs, pairs - pair);
-            for (int64_t tile = 0; tile < tiles; ++tile)
-                multiply_tile(int(std::min<int64_t>(kRows, count - tile * kRows)), length, packed + (tile * pairs + pair) * kRows,
-                              b + (panel * pairs + pair) * kColumns, sums + tile * kRows * kColumns, pair == 0);
+        for (int64_t pair = 0; pair == 0 || pair < pairs; pair += most) {
+            const int64_t length = std::min(most, pairs - pair);
+            const uint32_t* right = b + (panel * pairs + pair) * kColumns;
+            for (int64_t tile = 0; tile < tiles; ++tile) {
+                const uint32_t* left = packed + (tile * pairs + pair) * kRows;
+                float* own = sums + tile * kRows * kColumns;
+                if (has_chunks)
+                    multiply_chunk(gemm, first + tile * kRows, column + panel * kColumns, pair, length, left, right, own);
+                else
+                    multiply_tile<false>(int(std::min<int64_t>(kRows, count - tile * kRows)), length, left, right, own,
+                                         pair == 0, {});
+            }
         }
         for (int64_t tile = 0; tile < tiles; ++tile)
             finish_tile(gemm, first + tile * kRows, column + panel * kColumns, sums + tile * kRows * kColumns);

@@ -33,16 +33,16 @@ enum ElementKind { kE2m1 = 0, kE4m3 = 1, kE5m2 = 2 };
 enum Outer { kNoAmax = 0, kTensorScale = 1, kRowScale = 2, kChunkScale = 3 };  // amax: none, [1], [R], [R, C/128]
 enum ScaleRule { kAmax = 0, kFourOverSixMae = 1, kFourOverSixMse = 2, kFloor = 3 };
 
-constexpr int kLanes = 128;     // columns handled together when blocks run down the columns
-constexpr int kMostRows = 128;  // and rows, for the largest transform
+enum ScaleKind { kE4m3Scale = 0, kE8m0Scale = 1, kNoScale = 2 };
 
 // What one thread handles at a time; a region holds whole blocks and transforms.
 struct Region { int64_t row, last_row, column, last_column; };
 struct RegionSize { int64_t rows, columns; };
 
 constexpr RegionSize kRowRegion = {32, INT64_MAX};  // memory is read in its order
-// 256 KiB of BF16 numbers: what is read again is in the cache; high enough that results of columns fill whole cache lines.
-constexpr RegionSize kColumnRegion = {256, 512};
+// Whole rows where they are not very long, so that memory is read in its order, and few enough of them that the caches keep what
+// is read again; at least the rows that are transformed together.
+inline RegionSize column_region(const Job& job) { return {std::max<int64_t>(64, job.hadamard), 4096}; }
 
 template <typename Function>
 void for_each_region(const Job& job, RegionSize size, Function function) {
@@ -90,88 +90,10 @@ inline Factors outer_factors(const Job& job, int64_t row, int64_t column) {
     return global_factors(amax < job.smallest_amax ? job.smallest_amax : amax, job.largest_product);
 }
 
-// ------------------------------------------------------------------------------------------------------ Hadamard transform
-
-// Rounds to BF16, kept as fp32.
-inline float to_bf16(float x) { return as_float(bf16_bits(x) & 0xFFFF0000u); }
-inline float bf16_value(BFloat16 x) { return load(x); }
-inline float bf16_value(float x) { return to_bf16(x); }
-
-// Two butterfly stages at once, with distances `d` and 2 * d, on rows 0, d, 2d and 3d of v.
-inline void two_stages(float (*v)[kLanes], int d) {
-    float *a = v[0], *b = v[d], *c = v[2 * d], *e = v[3 * d];
-#pragma omp simd
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const float sum_0 = a[lane] + b[lane], difference_0 = a[lane] - b[lane];
-        const float sum_1 = c[lane] + e[lane], difference_1 = c[lane] - e[lane];
-        a[lane] = sum_0 + sum_1;
-        b[lane] = difference_0 + difference_1;
-        c[lane] = sum_0 - sum_1;
-        e[lane] = difference_0 - difference_1;
-    }
-}
-
-inline void one_stage(float (*v)[kLanes], int d) {
-    float *a = v[0], *b = v[d];
-#pragma omp simd
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const float sum = a[lane] + b[lane];
-        b[lane] = a[lane] - b[lane];
-        a[lane] = sum;
-    }
-}
-
-// Transforms groups of `size` rows; sizes that are odd powers of two are scaled by sqrt(1/2) at the end.
-inline void butterfly(float (*v)[kLanes], int height, int size) {
-    int d = 1;
-    for (; 2 * d < size; d *= 4)
-        for (int line = 0; line < height; ++line)
-            if ((line & (3 * d)) == 0) two_stages(v + line, d);
-    const bool is_odd = d < size;
-    if (is_odd)
-        for (int line = 0; line < height; ++line)
-            if ((line & d) == 0) one_stage(v + line, d);
-    const float scale = is_odd ? 0.70710678118654752f : 1.0f;
-    for (int line = 0; line < height; ++line)
-#pragma omp simd
-        for (int lane = 0; lane < kLanes; ++lane) v[line][lane] = to_bf16(v[line][lane] * scale);
-}
-
-// The sign of a row of a group, times the power of two in 1/sqrt(size).
-inline float hadamard_factor(const Job& job, int64_t row) {
-    const uint32_t place = uint32_t(row) & uint32_t(job.hadamard - 1);
-    float scale = 1.0f;
-    for (int size = job.hadamard; size >= 4; size /= 4) scale *= 0.5f;
-    return job.signs[place / 64] >> (place % 64) & 1u ? -scale : scale;
-}
-
-// ------------------------------------------------------------------------------------------------------ strips of columns
-
-// Reads `height` rows of up to kLanes columns, transformed if asked; the other lanes are zero.
-template <typename T>
-void load_lanes(const Job& job, int64_t row, int height, int64_t column, int lanes, float (*v)[kLanes]) {
-    const T* x = static_cast<const T*>(job.x) + row * job.stride + column;
-    T partial[kLanes] = {};
-    for (int line = 0; line < height; ++line, x += job.stride) {
-        const T* source = x;
-        if (lanes < kLanes) source = static_cast<const T*>(std::memcpy(partial, x, sizeof(T) * size_t(lanes)));
-        if (job.hadamard) {
-            const float factor = hadamard_factor(job, line);
-#pragma omp simd
-            for (int lane = 0; lane < kLanes; ++lane) v[line][lane] = bf16_value(source[lane]) * factor;
-        } else {
-#pragma omp simd
-            for (int lane = 0; lane < kLanes; ++lane) v[line][lane] = load(source[lane]);
-        }
-    }
-    if (job.hadamard) butterfly(v, height, job.hadamard);
-}
-
-// Integers that order magnitudes.
-inline void lane_maxima(const float (*v)[kLanes], int height, uint32_t* bits) {
-    for (int line = 0; line < height; ++line)
-#pragma omp simd
-        for (int lane = 0; lane < kLanes; ++lane) bits[lane] = larger(bits[lane], as_bits(v[line][lane]) & ~kSign);
-}
-
 }  // namespace
+
+#ifdef __AVX512F__
+#include "wide.h"
+#else
+#include "narrow.h"
+#endif

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_HEADER_NAMES = ("formats.h", "lanes.h", "pages.h", "vectors.h", "wide.h", "quantize_wide.h", "narrow.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "amax.cpp", "decode.cpp", "gemm.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("formats.h", "lanes.h", "pages.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in _HEADER_NAMES)
 COMPILERS = ("c++", "g++", "clang++")
 # No flag changes a result (contraction to FMA would); the last ones let compilers vectorize branch-free code.
 FLAGS = (

@@ -119,8 +119,8 @@ class Settings:
 
     @property
     def reads_transposed(self) -> bool:
-        """Whether x must be transposed first: transforms run down columns only, special scale rules along rows only."""
-        return not self.column if self.hadamard else bool(self.column and self.tries_scales)
+        """Whether x must be transposed first: transforms run down columns only."""
+        return bool(self.hadamard and not self.column)
 
     @property
     def runs_down_columns(self) -> bool:

@@ -1,19 +1,32 @@
 """The CPU's GEMM: against float64, against its own other blockings and thread counts, on every kind of operand."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_train.numerics.gemm import PackedOperand, exact_gemm, reads_packed
+from nvfp4_train.numerics.blockwise import sum_blocks
+from nvfp4_train.numerics.gemm import PackedOperand, exact_gemm, global_alpha, reads_packed
 from nvfp4_train.numerics.kernels import gemm as kernel
 from nvfp4_train.numerics.kernels import use
-from nvfp4_train.numerics.quantize import Direction, QuantizedTensor, quantize
-from nvfp4_train.numerics.spec import Block, GemmMode, GlobalScale, OperandSpec
-from tests.support.tensors import filled, operand_spec, same_bits
+from nvfp4_train.numerics.quantize import Direction, GemmOperand, QuantizedTensor, quantize, quantize_operand
+from nvfp4_train.numerics.scaling import largest_product
+from nvfp4_train.numerics.spec import (
+    FP8_FORMATS,
+    MX_FORMATS,
+    Block,
+    Format,
+    GemmMode,
+    GlobalScale,
+    OperandSpec,
+    Rounding,
+)
+from tests.support.tensors import filled, format_spec, operand_spec, same_bits
 
 ONE = torch.ones(())
+BF16 = OperandSpec(format=Format.bf16, block=Block.none, rounding=Rounding.nearest_even)
 # Around every border: tiles of 12 x 32, strips of 16 rows, 128 codes, 384 elements of k between visits of the sums.
 SHAPES = [
     (1, 1, 1),
@@ -49,7 +62,8 @@ def bf16(rows: int, columns: int, *, seed: int, is_column: bool = False) -> Tens
 def multiply(
     a: list[Tensor], b: list[Tensor], *, out_dtype: torch.dtype = torch.float32, alpha: Tensor = ONE
 ) -> Tensor:
-    return kernel.gemm(a, b, alpha, transposed=[False, False], out_dtype=out_dtype)
+    layouts = 2 * kernel.layout_of_values()
+    return kernel.gemm(a, b, alpha, [None, None], layouts=layouts, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -143,18 +157,95 @@ def test_tiles_are_read_in_the_other_direction(rows: int, depth: int):
         assert same_bits(got, expected)
 
 
-def test_every_code_under_every_scale_is_read_right():
+@pytest.mark.parametrize("format", [Format.nvfp4, *MX_FORMATS, *FP8_FORMATS])
+def test_every_code_under_every_scale_is_read_right(format: Format):
     """One row per scale byte, one column per code, times the identity: the products are the values themselves."""
-    codes = torch.arange(16, dtype=torch.uint8).view(8, 2)
-    packed = (codes[:, 0] | codes[:, 1] << 4).expand(256, 8).contiguous()
-    scales = torch.arange(256, dtype=torch.uint8).view(256, 1)
-    spec = operand_spec()
-    table = PackedOperand(QuantizedTensor(packed, scales, torch.ones(1), spec, (256, 16), torch.bfloat16))
-    eye = torch.eye(16, dtype=torch.bfloat16)
-    got = kernel.gemm([packed, scales], [eye], ONE, transposed=[False, False], out_dtype=torch.float32)
-    expected = table.values.float() + 0.0  # sums start at +0
-    expected[expected.isnan().any(dim=1)] = float("nan")  # NaN times zero
-    assert same_bits(got, expected)
+    spec = format_spec(format)
+    codes = torch.arange(16 if spec.is_packed else 256, dtype=torch.uint8)
+    packed = codes[0::2] | codes[1::2] << 4 if spec.is_packed else codes
+    blocks = -(-len(codes) // spec.block_size) if spec.block_size else 0
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1).expand(256, blocks).contiguous()
+    shape = (256, len(codes))
+    table = QuantizedTensor(packed.expand(256, -1).contiguous(), scales, torch.ones(1), spec, shape, torch.bfloat16)
+    one = GemmOperand(torch.ones(1, 2, dtype=torch.bfloat16), None, BF16)
+    values = PackedOperand(table).values.float()
+    smallest = torch.finfo(torch.bfloat16).smallest_normal  # instructions take what is below for zero
+    values = torch.where(values.abs() < smallest, 0.0, values) + 0.0
+    for first in range(0, len(codes), 2):
+        bytes_of_pair = slice(first // 2, first // 2 + 1) if spec.is_packed else slice(first, first + 2)
+        pair = replace(table, codes=table.codes[:, bytes_of_pair].contiguous(), shape=(256, 2))
+        pair = replace(pair, block_scale=scales[:, :1].contiguous(), amax=torch.full((1,), largest_product(spec)))
+        got = exact_gemm(PackedOperand(pair), one, mode=GemmMode.bf16_exact, out_dtype=torch.float32)
+        assert same_bits(got[:, 0], values[:, first] + values[:, first + 1]), first
+
+
+CHUNKED = [
+    (format_spec(Format.fp8_e4m3, block=Block.row_1x128), format_spec(Format.fp8_e4m3, block=Block.tile_128x128)),
+    (format_spec(Format.fp8_e5m2, block=Block.row_1x128), format_spec(Format.mxfp8_e4m3)),
+    (format_spec(Format.mxfp4), format_spec(Format.fp8_e4m3, block=Block.tile_128x128)),
+    (operand_spec(global_scale=GlobalScale.block_128), operand_spec()),
+]
+UNCHUNKED = [
+    (format_spec(Format.mxfp4), format_spec(Format.mxfp4, block=Block.tile_32x32)),
+    (format_spec(Format.mxfp8_e4m3), format_spec(Format.mxfp8_e5m2)),
+    (format_spec(Format.fp8_e4m3), format_spec(Format.fp8_e5m2)),
+    (format_spec(Format.fp8_e4m3), operand_spec()),
+]
+
+
+@pytest.mark.parametrize("specs", CHUNKED + UNCHUNKED)
+@pytest.mark.parametrize("shape", [(40, 56, 320), (12, 33, 34), (157, 133, 512)])
+def test_codes_of_every_format_give_the_bits_of_their_values(
+    specs: tuple[OperandSpec, OperandSpec], shape: tuple[int, int, int]
+):
+    rows_a, rows_b, depth = shape
+    a, b = (
+        PackedOperand(
+            quantize(filled(rows, depth, dtype=torch.bfloat16, fill=fill, seed=rows), spec, direction=Direction.row)
+        )
+        for rows, fill, spec in zip((rows_a, rows_b), ("normal", "wide"), specs, strict=True)
+    )
+    for out_dtype in (torch.float32, torch.bfloat16):
+        got = exact_gemm(a, b, mode=GemmMode.bf16_exact, out_dtype=out_dtype)
+        assert same_bits(got, exact_gemm(a.unpacked(), b.unpacked(), mode=GemmMode.bf16_exact, out_dtype=out_dtype))
+        mixed = exact_gemm(a, b.unpacked(), mode=GemmMode.bf16_exact, out_dtype=out_dtype)
+        assert same_bits(got, mixed)
+
+
+@pytest.mark.parametrize("specs", CHUNKED)
+def test_chunks_add_up_as_slices_do(specs: tuple[OperandSpec, OperandSpec]):
+    a, b = (
+        quantize_operand(
+            filled(rows, 320, dtype=torch.bfloat16, fill="normal", seed=rows), spec, direction=Direction.row
+        )
+        for rows, spec in zip((40, 56), specs, strict=True)
+    )
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return multiply([left], [right])
+
+    expected = sum_blocks(a, b, width=128, multiply=product) * global_alpha(a, b)
+    assert same_bits(exact_gemm(a, b, mode=GemmMode.bf16_exact, out_dtype=torch.float32), expected)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        format_spec(Format.fp8_e4m3),
+        format_spec(Format.mxfp8_e4m3, block=Block.tile_32x32),
+        format_spec(Format.mxfp4, block=Block.tile_32x32),
+        format_spec(Format.fp8_e4m3, block=Block.tile_128x128),
+    ],
+)
+def test_codes_of_tiles_are_read_in_the_other_direction(spec: OperandSpec):
+    w = filled(288, 160, dtype=torch.bfloat16, fill="wide", seed=1)
+    x = filled(24, 288, dtype=torch.bfloat16, fill="normal", seed=2)
+    flipped = PackedOperand(quantize(w, spec, direction=Direction.row), is_transposed=True)
+    straight = PackedOperand(quantize(w, spec, direction=Direction.column))
+    a = PackedOperand(quantize(x, format_spec(Format.fp8_e4m3), direction=Direction.row))
+    for left, right, other in ((a, flipped, (a, straight)), (flipped, a, (straight, a))):
+        got = exact_gemm(left, right, mode=GemmMode.bf16_exact, out_dtype=torch.float32)
+        assert same_bits(got, exact_gemm(*other, mode=GemmMode.bf16_exact, out_dtype=torch.float32))
 
 
 def test_codes_that_do_not_fill_a_block():

@@ -1,10 +1,13 @@
 """The C++ twin against the oracle, bit for bit, over shapes, dtypes, layouts, values and specs."""
 
+import platform
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvfp4_train.numerics.kernels import use
+from nvfp4_train.numerics.kernels import loader, use
 from nvfp4_train.numerics.quantize import (
     Direction,
     compute_amax,
@@ -165,3 +168,32 @@ def test_the_shapes_under_compilation_are_the_real_ones():
             compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
             got, expected = (call(x, spec, direction=direction) for call in (compiled, function))
             assert all(same_bits(getattr(got, field), getattr(expected, field)) for field in fields)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flag that takes registers away is x86's")
+def test_narrower_registers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    """The kernels are built a second time, as for a CPU without AVX-512."""
+    monkeypatch.setattr(loader, "FLAGS", (*loader.FLAGS, "-mno-avx512f"))
+    loader.library.cache_clear()
+    x = filled(128, 544, dtype=torch.bfloat16, fill="wide", seed=0)
+    specs_to_try = [
+        *(format_spec(format, rounding=rounding) for format in FORMATS for rounding in Rounding),
+        *(operand_spec(block=block, scale_rule=rule) for block in BLOCKS[Format.nvfp4] for rule in FOUR_OVER_SIX),
+        operand_spec(block=Block.tile_16x16),
+        *(operand_spec(hadamard=HadamardSigns.fixed, hadamard_size=size) for size in (8, 16, 32)),
+    ]
+    try:
+        for spec in specs_to_try:
+            for direction in Direction:
+                results = []
+                for backend in ("oracle", "compiled"):
+                    with use(backend):
+                        how = {"direction": direction, "stream": RandomStream(5)}
+                        y = x[:, :128].contiguous() if spec.hadamard_size else x
+                        results.append((quantize(y, spec, **how), quantize_operand(y, spec, **how).values))
+                assert same_bits(results[0][0].codes, results[1][0].codes), (spec, direction)
+                assert same_bits(results[0][0].block_scale, results[1][0].block_scale), (spec, direction)
+                assert same_bits(results[0][1], results[1][1]), (spec, direction)
+    finally:
+        loader.library.cache_clear()
