@@ -75,6 +75,7 @@ def test_the_file_holds_every_linear_and_the_totals(tmp_path):
         "gemm_precisions": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp4"},
         "num_experts": 1,
         "uses_per_token": 1,
+        "weight_gather": "bf16",
     }
     assert report["linears"][-1]["why"] == "modules: lm_head"
     assert [entry.name for entry in tmp_path.iterdir()] == ["coverage.json"]
