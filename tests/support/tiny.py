@@ -7,7 +7,7 @@ import torch
 from nvfp4_train.config.engine import TorchEngineConfig
 from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
 from nvfp4_train.config.optimizer import AdamWConfig, WeightDecayShape
-from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
 
@@ -72,6 +72,8 @@ def parallel_layout(
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    sequence_parallel: bool = True,
+    tp_reduce_dtype: ReduceDtype = ReduceDtype.fp32,
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none,
     compile: Compile = Compile.none,
 ) -> ParallelConfig:
@@ -82,13 +84,15 @@ def parallel_layout(
         cp_degree=cp,
         tp_degree=tp,
         ep_degree=ep,
+        sequence_parallel=sequence_parallel,
+        tp_reduce_dtype=tp_reduce_dtype,
         activation_checkpoint=activation_checkpoint,
         compile=compile,
     )
 
 
-def torch_engine(*, reshard_after_forward: bool = True) -> TorchEngineConfig:
-    return TorchEngineConfig(reshard_after_forward=reshard_after_forward)
+def torch_engine(*, reshard_after_forward: bool = True, reshard_size: int = 0) -> TorchEngineConfig:
+    return TorchEngineConfig(reshard_after_forward=reshard_after_forward, reshard_size=reshard_size)
 
 
 def tiny_batches(*, step: int, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:
