@@ -1,17 +1,18 @@
 """What FSDP2 does to dtypes and gradients, which the engine relies on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.init import init_parameters
 from nvfp4_train.parallel.apply import parallelize
-from nvfp4_train.parallel.fsdp import fsdp_modules, prepare_backward, reshard
+from nvfp4_train.parallel.fsdp import _place_experts, _reshard_experts, fsdp_modules, prepare_backward, reshard
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh, build_mesh
 from nvfp4_train.parallel.runtime import Runtime
@@ -37,11 +38,13 @@ class Seen:
     gathered: tuple[list[str], list[str]]
 
 
-def build_bf16(mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool = True) -> HybridLM:
+def build_bf16(
+    mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool = True, reshard_size: int = 0
+) -> HybridLM:
     with torch.device("meta"):
         model = HybridLM(tiny_model(tie_embeddings=tie_embeddings))
     apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
-    engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward)
+    engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward, reshard_size=reshard_size)
     parallelize(
         model, mesh=mesh, parallel_cfg=parallel_layout(), engine_cfg=engine_cfg, compute_dtype=model.compute_dtype
     )
@@ -179,6 +182,82 @@ def test_no_weight_stays_gathered_after_a_step_or_an_evaluation(on_two_ranks):
     for seen in on_two_ranks:
         for case in seen.values():
             assert case.gathered == ([], [])
+
+
+def keep_copies(runtime: Runtime) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Two steps with a copy on every two of four ranks, and without."""
+    found, errors = [], []
+    mesh = build_mesh(parallel_layout(), runtime)
+    for size in (0, 2):
+        model = build_bf16(mesh, tie_embeddings=False, reshard_size=size)
+        for step in range(2):
+            run_step(model, tiny_batches(step=step)[mesh.dp_rank :: mesh.dp_degree])
+        found.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    for size in (3, 4):
+        try:
+            build_bf16(mesh, tie_embeddings=False, reshard_size=size)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors, found[0], found[1]
+
+
+@pytest.mark.distributed
+def test_copies_of_a_few_ranks_change_no_gradient():
+    for errors, freed, kept in run_on_ranks(keep_copies, 4):
+        assert all(torch.equal(freed[name], kept[name]) for name in freed)
+        assert ["engine.reshard_size" in error for error in errors] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_shards", "expected"), [(2, 4, 2), (2, 2, True), (4, 6, True), (True, 4, True), (False, 4, False)]
+)
+def test_experts_are_freed_wholly_where_a_copy_does_not_fit(size, num_shards, expected):
+    assert _reshard_experts(size, num_shards=num_shards) is expected
+
+
+def few_experts(runtime: Runtime) -> tuple[str, dict[str, Tensor]]:
+    """Two experts on four ranks, which would leave two without work if experts were not cut."""
+    mesh = build_mesh(parallel_layout(), runtime)
+    model = build_with_experts()
+    parallelize(
+        model, mesh=mesh, parallel_cfg=parallel_layout(), engine_cfg=torch_engine(), compute_dtype=torch.float32
+    )
+    materialize(model, mesh=mesh, seed=0)
+    run_step(model, tiny_batches(step=0)[mesh.dp_rank :: mesh.dp_degree])
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return str(model.blocks[0].mixer.experts.up_proj.weight.placements), gradients
+
+
+def build_with_experts() -> HybridLM:
+    cfg = tiny_model("E")
+    cfg = replace(cfg, moe=replace(cfg.moe, num_experts=2, top_k=1))
+    with torch.device("meta"):
+        model = HybridLM(cfg)
+    apply_precision(model, cast_recipe(ComputeDtype.fp32), seed=0)
+    return model
+
+
+@pytest.mark.distributed
+def test_experts_that_are_fewer_than_ranks_are_cut():
+    plain = build_with_experts().to_empty(device="cpu")
+    init_parameters(plain, plain.cfg, seed=0)
+    for batch in tiny_batches(step=0):
+        loss = plain(
+            batch.tokens, document_ids=batch.document_ids, position_ids=batch.position_ids, labels=batch.labels
+        )
+        (loss / 100).backward()
+    for placements, gradients in run_on_ranks(few_experts, 4):
+        assert placements == "(Shard(dim=1),)"
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "out_features", "dim"), [(8, 64, 0), (4, 64, 0), (2, 64, 1), (2, 66, 0)], ids=str
+)
+def test_experts_are_cut_where_they_are_few_and_can_be(num_experts, out_features, dim):
+    parameter = nn.Parameter(torch.empty(num_experts, out_features, 16))
+    assert _place_experts(parameter, num_shards=4) == Shard(dim)
 
 
 def test_a_plain_module_has_no_groups():
