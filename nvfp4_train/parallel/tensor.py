@@ -39,7 +39,14 @@ from nvfp4_train.model.moe import Moe, Penalized
 from nvfp4_train.model.mtp import MtpDepth
 from nvfp4_train.model.part import ParameterPart
 from nvfp4_train.parallel.amax import agree_on_amax
-from nvfp4_train.parallel.collectives import all_reduce, copy_to_ranks, gather, reduce_scatter
+from nvfp4_train.parallel.collectives import (
+    all_reduce,
+    copy_to_ranks,
+    gather,
+    gather_equal,
+    reduce_scatter,
+    split_equal,
+)
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.linear import QuantizedLinear
@@ -128,6 +135,10 @@ def split_block(block: Block, tp: TensorParallel) -> None:
             _split_mamba(block.mixer, tp)
         case Mlp():
             _split_mlp(block.mixer, tp)
+        case Moe() if tp.part_dtype is not tp.compute_dtype:
+            _split_moe_exactly(block.mixer, tp)
+            _wrap(block.mixer, partial(_mix_whole_tokens, tp))
+            return
         case Moe():
             _split_moe(block.mixer, tp)
     _wrap(block.mixer, partial(_mix_in_region, tp))
@@ -219,11 +230,36 @@ def _split_moe(moe: Moe, tp: TensorParallel) -> None:
             "dim": -1, "group": tp.group, "sum_dtype": tp.sum_dtype, "dtype": tp.compute_dtype
         }  # fmt: skip
         split_outputs(moe.fc1_latent_proj, tp)
-        _wrap(moe.fc1_latent_proj, partial(_then, partial(gather, **columns)))
-        _wrap(moe.experts, partial(_then, partial(reduce_scatter, **columns)))
+        _wrap(moe.fc1_latent_proj, partial(_around, _as_it_is, partial(gather, **columns)))
+        _wrap(moe.experts, partial(_around, _as_it_is, partial(reduce_scatter, **columns)))
         split_inputs(moe.fc2_latent_proj, tp)
     if moe.shared_experts is not None:
         _split_mlp(moe.shared_experts, tp)
+
+
+def _split_moe_exactly(moe: Moe, tp: TensorParallel) -> None:
+    """Split like `_split_moe`, but add up after each layer, so that every sum is rounded where one process rounds it.
+
+    What enters and leaves a layer is then equal on all ranks, and so are gradients; what each expert returns is summed
+    before it is combined, which is top_k times as much. For sums in FP32, whose point is to be those of one process.
+    """
+    hold_parts(moe.router, tp.dense, Replicate())
+    copy = partial(copy_to_ranks, group=tp.group, sum_dtype=tp.sum_dtype, dtype=tp.part_dtype)
+    add = partial(all_reduce, group=tp.group, sum_dtype=tp.sum_dtype, dtype=tp.compute_dtype)
+    for grouped in (moe.experts.gate_proj, moe.experts.up_proj):
+        if grouped is not None:
+            _split_experts(grouped, tp, spread="outputs")
+            _wrap(grouped, partial(_around, copy, _as_it_is))
+    _split_experts(moe.experts.down_proj, tp, spread="inputs")
+    _wrap(moe.experts.down_proj, partial(_around, _as_it_is, add))
+    if moe.fc1_latent_proj is not None and moe.fc2_latent_proj is not None:
+        split_outputs(moe.fc1_latent_proj, tp)
+        _wrap(moe.fc1_latent_proj, partial(_around, copy, partial(gather_equal, dim=-1, group=tp.group)))
+        split_inputs(moe.fc2_latent_proj, tp)
+        _wrap(moe.fc2_latent_proj, partial(_around, partial(split_equal, dim=-1, group=tp.group), add))
+    if moe.shared_experts is not None:
+        _split_mlp(moe.shared_experts, tp)
+        _wrap(moe.shared_experts, partial(_around, copy, add))
 
 
 def _split_experts(grouped: nn.Module, tp: TensorParallel, *, spread: str) -> None:
@@ -251,12 +287,33 @@ def _mix_in_region(tp: TensorParallel, mix: Callable[..., Any], h: Tensor, docum
     return Penalized(tp.leave(mixed.value, dtype=tp.compute_dtype), penalty)
 
 
+def _mix_whole_tokens(
+    tp: TensorParallel, mix: Callable[..., Any], h: Tensor, documents: Documents
+) -> Tensor | Penalized:
+    """Mix tokens that are equal on all ranks, before and after."""
+    if not tp.keeps_parts:
+        return mix(h, documents)
+    mixed = mix(gather_equal(h, dim=_SEQUENCE, group=tp.group), documents)
+    own = partial(split_equal, dim=_SEQUENCE, group=tp.group)
+    return Penalized(own(mixed.value), mixed.penalty) if isinstance(mixed, Penalized) else own(mixed)
+
+
 def _project_in_region(tp: TensorParallel, project: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return tp.leave(project(tp.enter(x).chunk(tp.degree, dim=-1)[tp.rank]), dtype=tp.compute_dtype)
 
 
-def _then(last: Callable[[Tensor], Tensor], first: Callable[..., Tensor], *args: Any) -> Tensor:
-    return last(first(*args))
+def _around(
+    before: Callable[[Tensor], Tensor],
+    after: Callable[[Tensor], Tensor],
+    forward: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+) -> Tensor:
+    return after(forward(before(x), *args))
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _with_local_parameters(

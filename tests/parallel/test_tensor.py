@@ -118,6 +118,9 @@ def compiled(runtime: Runtime) -> Trained:
 DENSE = tiny_model("M*-/*")
 TIED = tiny_model("-*", tie_embeddings=True)
 HYBRID = replace(tiny_model("M*-E"), moe=replace(tiny_model().moe, shared_d_ff=64))
+LATENT = replace(
+    tiny_model("EM"), moe=replace(HYBRID.moe, d_latent=32, auxiliary_loss_weight=0.01, z_loss_weight=0.001)
+)
 
 
 def run_cases(runtime: Runtime) -> dict[str, Any]:
@@ -132,6 +135,8 @@ def run_cases(runtime: Runtime) -> dict[str, Any]:
         "rows": run(runtime, row_scaled_recipe(), DENSE, SPLIT),
         "in_bf16": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, tp_reduce_dtype=ReduceDtype.bf16)),
         "hybrid": run(runtime, nvfp4_recipe(), HYBRID, SPLIT),
+        "hybrid_whole_tokens": run(runtime, nvfp4_recipe(), HYBRID, WHOLE_TOKENS),
+        "latent": run(runtime, nvfp4_recipe(), LATENT, SPLIT),
         "again": run(runtime, nvfp4_recipe(), HYBRID, SPLIT),
         "checkpointed": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, activation_checkpoint=block)),
         "products_kept": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, activation_checkpoint=selective)),
@@ -191,6 +196,22 @@ def test_all_ranks_round_what_one_process_rounds_bit_for_bit(runtime, ranks, cas
         assert found[case].steps[0][0] == pytest.approx(one.steps[0][0], rel=1e-6)
         for step, expected in zip(found[case].steps, one.steps, strict=True):
             assert step[0] == pytest.approx(expected[0], rel=2e-3)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("case", "model"), [("hybrid", HYBRID), ("hybrid_whole_tokens", HYBRID), ("latent", LATENT)])
+def test_experts_see_and_return_what_they_do_in_one_process(runtime, ranks, case, model):
+    """All operands of their forward; what one number on the other side of a border changes, spreads in backward."""
+    one = run(runtime, nvfp4_recipe(), model, parallel_layout())
+    for found in ranks:
+        parts = found[case].operands
+        assert parts.keys() == one.operands.keys()
+        unequal = [name for name, part in parts.items() if not is_equal(part, one.operands[name])]
+        assert [name for name in unequal if name[1].endswith(".w")] == []
+        forward = [name for name in parts if name[1] in {"fprop.x", "wgrad.x"}]
+        assert len(set(unequal) & set(forward)) <= 0.1 * len(forward), unequal
+        assert found[case].steps[0] == pytest.approx(one.steps[0], rel=1e-2)
+        assert found[case].steps[0][0] == pytest.approx(one.steps[0][0], rel=1e-4)
 
 
 @pytest.mark.distributed
