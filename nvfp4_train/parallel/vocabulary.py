@@ -34,13 +34,15 @@ def split_vocabulary(model: HybridLM, tp: TensorParallel) -> None:
     else:
         split_outputs(model.lm_head, tp)
         model.lm_head.forward = partial(_head_logits, tp, model.lm_head.forward)  # type: ignore[method-assign]
-    model.cross_entropy = partial(cross_entropy_sum, group=tp.group)
+    model.cross_entropy = partial(cross_entropy_sum_, group=tp.group)
     model.whole_logits = partial(gather_equal, dim=-1, group=tp.group)
     model.later_embeddings = partial(_later_embeddings, tp, model.later_embeddings)
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Sum the cross-entropy over the tokens whose label is not ``IGNORE_INDEX``.
+def cross_entropy_sum_(logits: Tensor, labels: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Sum the cross-entropy over the tokens whose label is not ``IGNORE_INDEX``; backward overwrites the logits.
+
+    Nothing reads them afterwards, so that their gradient takes their place.
 
     Args:
         logits: [T, V / ranks] floating: those of this rank's part of the vocabulary.
@@ -75,12 +77,11 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, labels, log_sum_exp = ctx.saved_tensors
         place, is_here = _own_labels(logits, labels, ctx.group)
         row_grad = torch.where(labels != IGNORE_INDEX, grad_loss, 0.0)[:, None]
-        grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits):
             grad = (logits[rows].to(_precise(logits)) - log_sum_exp[rows, None]).exp_()
             grad.scatter_add_(1, place[rows, None], -is_here[rows, None].to(grad.dtype))
-            grad_logits[rows] = grad.mul_(row_grad[rows])
-        return grad_logits, None, None
+            logits[rows] = grad.mul_(row_grad[rows])
+        return logits, None, None
 
 
 def _own_labels(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

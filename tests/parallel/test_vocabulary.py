@@ -29,7 +29,7 @@ def on_rank(runtime: Runtime) -> dict[str, tuple[float, Tensor]]:
         for name, elements in (("", vocabulary.CHUNK_ELEMENTS), (" in chunks", VOCAB)):
             vocabulary.CHUNK_ELEMENTS = elements
             own.grad = None
-            loss = vocabulary.cross_entropy_sum(own * 1, labels, group=dist.group.WORLD)
+            loss = vocabulary.cross_entropy_sum_(own * 1, labels, group=dist.group.WORLD)
             (loss * 0.5).backward()
             found[f"{dtype}{name}"] = (loss.item(), own.grad.clone())
     return found
