@@ -63,6 +63,7 @@ LAYOUTS = (
     Layout(name="tp2", world_size=2, changes={"tp": 2, "sequence_parallel": False}, reorders_sums=True),
     Layout(name="tp2+sp", world_size=2, changes={"tp": 2}, reorders_sums=True),
     Layout(name="hsdp 2x2", world_size=4, changes={"replicate": 2, "shard": 2}),
+    Layout(name="dp2 x tp2", world_size=4, changes={"replicate": 2, "tp": 2}, reorders_sums=True),
     Layout(name="fsdp2 x tp2", world_size=4, changes={"shard": 2, "tp": 2}, reorders_sums=True),
 )
 
