@@ -26,8 +26,8 @@ class HybridLM(nn.Module):
     the dtype of activations; every module casts its own weight.
 
     Attributes:
-        extra_losses: Per counted label, detached, of the newest forward that recorded gradients: ``mtp_<depth>``
-            (cross-entropy) and ``router`` (weighted sum of the routers' penalties).
+        extra_losses: Of the newest forward that recorded gradients, detached: the sum over labels, and their number,
+            of ``mtp_<depth>`` (cross-entropy) and ``router`` (weighted sum of the routers' penalties); [2] each.
         cross_entropy: From logits [T, V] and labels [T] to the sum of the loss. This and what follows are replaced
             where ranks hold parts of the vocabulary.
         tied_logits: From activations and the embedding's weight to logits.
@@ -97,28 +97,29 @@ class HybridLM(nn.Module):
         loss = self._loss(h, labels)
         if not torch.is_grad_enabled():
             return loss
-        num_labels = (labels != IGNORE_INDEX).sum()
         extra = self._mtp_losses(h, embedded, labels, documents=documents, penalties=penalties)
         if penalties:
-            extra["router"] = torch.stack(penalties).sum() * num_labels
-        self.extra_losses = {name: (value / num_labels).detach() for name, value in extra.items()}
+            num_labels = count_labels(labels)
+            extra["router"] = (torch.stack(penalties).sum() * num_labels, num_labels)
+        self.extra_losses = {name: torch.stack((value.detach(), count)) for name, (value, count) in extra.items()}
         if not extra:
             return loss
         weights = {"router": 1.0}
         mtp_weight = self.cfg.mtp.loss_weight / max(self.num_mtp_depths, 1)
-        added = torch.stack([weights.get(name, mtp_weight) * value for name, value in extra.items()]).sum()
+        added = torch.stack([weights.get(name, mtp_weight) * value for name, (value, _) in extra.items()]).sum()
         return loss + (added - added.detach())
 
     def _mtp_losses(
         self, h: Tensor, embedded: Tensor, labels: Tensor, *, documents: Documents, penalties: list[Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the sum of the cross-entropy of each depth; a depth's labels end earlier than those of the last."""
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum of the cross-entropy of each depth, and its labels, which end earlier than those before."""
         losses = {}
         for depth in range(1, self.num_mtp_depths + 1):
             module = self.mtp[0 if self.cfg.mtp.share_depths else depth - 1]
             h, of_routers = module(h, self.later_embeddings(embedded, documents, by=depth), documents)
             penalties += of_routers
-            losses[f"mtp_{depth}"] = self._loss(h, later_labels(labels, documents, depth=depth))
+            later = later_labels(labels, documents, depth=depth)
+            losses[f"mtp_{depth}"] = (self._loss(h, later), count_labels(later))
         return losses
 
     def _loss(self, h: Tensor, labels: Tensor) -> Tensor:
@@ -136,6 +137,11 @@ def _project(h: Tensor, weight: Tensor) -> Tensor:
 
 def _as_they_are(logits: Tensor) -> Tensor:
     return logits
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    """Return the number of labels that count, an FP32 scalar on their device."""
+    return (labels != IGNORE_INDEX).sum().to(torch.float32)
 
 
 def build_model(cfg: ModelConfig) -> HybridLM:

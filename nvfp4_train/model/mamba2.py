@@ -1,5 +1,7 @@
 """The Mamba-2 mixer."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,8 +10,9 @@ from nvfp4_train.config.model import MambaConfig, NormGroup
 from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.linear import Linear
+from nvfp4_train.model.mamba_kernels import scan_kernel, sequence_index
 from nvfp4_train.model.norm import GatedRMSNorm
-from nvfp4_train.model.ssd import scale_heads, ssd_scan
+from nvfp4_train.model.ssd import FinalState, ScanInputs, scale_heads, ssd_final_state, ssd_scan
 
 
 class Scan(nn.Module):
@@ -24,7 +27,16 @@ class Scan(nn.Module):
         self.D = nn.Parameter(torch.empty(cfg.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(cfg.num_heads))
 
-    def forward(self, x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor, documents: Documents) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        b: Tensor,
+        c: Tensor,
+        dt: Tensor,
+        documents: Documents,
+        initial_state: Tensor | None = None,
+    ) -> Tensor:
         """Scan one sequence per row.
 
         Args:
@@ -33,21 +45,63 @@ class Scan(nn.Module):
             c: [B, S, G, N].
             dt: [B, S, G, R], before bias and softplus.
             documents: The state restarts in each.
+            initial_state: [B, G, R, N, P] FP32 of each row's first document before its first token here; None: zeros.
+                Rows that begin with a new document must have zeros.
 
         Returns:
             [B, S, G, R, P] in the dtype of ``x``.
         """
-        heads = x.shape[2:4]
-        step = F.softplus(dt + self.dt_bias.view(heads)).clamp(self.cfg.dt_min, self.cfg.dt_max)
-        y = ssd_scan(
-            scale_heads(x, step),
-            log_decay=-step * self.A_log.exp().view(heads),
-            b=b,
-            c=c,
+        kernel = scan_kernel(self.cfg, x)
+        if kernel is not None and initial_state is None:
+            return self._scan_fused(kernel, x, b=b, c=c, dt=dt, documents=documents)
+        y, _ = ssd_scan(
+            self._inputs(x, b=b, c=c, dt=dt),
             document_ids=documents.ids,
             chunk_size=self.cfg.chunk_size,
+            initial_state=initial_state,
         )
-        return (y + x * self.D.view(*heads, 1)).to(x.dtype)
+        return (y + x * self.D.view(*x.shape[2:4], 1)).to(x.dtype)
+
+    def final_state(self, x: Tensor, *, b: Tensor, dt: Tensor, documents: Documents) -> FinalState:
+        """Return what these tokens leave behind for those that follow, had nothing been before them.
+
+        The state after them is ``total_decay * initial_state + state``: so neighbours that hold parts of a sequence can
+        find their initial states before any of them scans. Arguments are those of ``forward``.
+        """
+        return ssd_final_state(
+            self._inputs(x, b=b, c=b, dt=dt), document_ids=documents.ids, chunk_size=self.cfg.chunk_size
+        )
+
+    @torch.compiler.disable
+    def _scan_fused(
+        self, kernel: Callable[..., Tensor], x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor, documents: Documents
+    ) -> Tensor:
+        """Do the same through ``mamba_chunk_scan_combined``.
+
+        Source: https://github.com/state-spaces/mamba, ``mamba_ssm/ops/triton/ssd_combined.py``: x is (batch, seqlen,
+        heads, headdim), dt (batch, seqlen, heads), A (heads), B and C (batch, seqlen, groups, dstate), D and dt_bias
+        (heads), seq_idx (batch, seqlen); head h uses group h // (heads / groups). dt is biased, goes through softplus
+        and is clamped, in FP32.
+        """
+        y = kernel(
+            x.flatten(2, 3),
+            dt.flatten(2),
+            -self.A_log.exp(),
+            b,
+            c,
+            chunk_size=self.cfg.chunk_size,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=(self.cfg.dt_min, self.cfg.dt_max),
+            seq_idx=sequence_index(documents),
+        )
+        return y.reshape(x.shape)
+
+    def _inputs(self, x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor) -> ScanInputs:
+        heads = x.shape[2:4]
+        step = F.softplus(dt + self.dt_bias.view(heads)).clamp(self.cfg.dt_min, self.cfg.dt_max)
+        return ScanInputs(x=scale_heads(x, step), log_decay=-step * self.A_log.exp().view(heads), b=b, c=c)
 
 
 class Mamba2(nn.Module):
@@ -69,6 +123,7 @@ class Mamba2(nn.Module):
         rows = sum(self.group_split)
         self.in_proj = Linear(d_model, cfg.num_groups * rows, bias=cfg.proj_bias, group_rows=rows)
         self.conv1d = CausalConv1d(cfg.num_groups * self.group_split[1], d_conv=cfg.d_conv, bias=cfg.conv_bias)
+        self.conv1d.kernels = cfg.kernels
         self.scan = Scan(cfg)
         norm_width = inner if cfg.norm_group is NormGroup.group else cfg.d_inner
         self.norm = GatedRMSNorm(cfg.d_inner, group_width=norm_width, eps=norm_eps)

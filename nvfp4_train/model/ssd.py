@@ -1,11 +1,91 @@
 """The state-space scan of Mamba-2 as matrix products (state-space duality); the state restarts in each document."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanInputs:
+    """Tokens as the recurrence ``state = exp(log_decay_t) * state + b_t x_t^T``, ``y_t = c_t state`` sees them.
+
+    Args:
+        x: [B, S, G, R, P]; R heads of each of G groups, already multiplied by the time step.
+        log_decay: [B, S, G, R] FP32, <= 0.
+        b: [B, S, G, N].
+        c: [B, S, G, N].
+    """
+
+    x: Tensor
+    log_decay: Tensor
+    b: Tensor
+    c: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalState:
+    """What a stretch of tokens leaves behind for the tokens that follow it.
+
+    Args:
+        state: [B, G, R, N, P] FP32 (FP64 if ``x`` is): of the last token's document.
+        total_decay: [B, G, R] in the same dtype: the factor on a state that was there before the stretch; 0 where a
+            document begins in it.
+    """
+
+    state: Tensor
+    total_decay: Tensor
+
+
+def ssd_scan(
+    inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
+) -> tuple[Tensor, FinalState]:
+    """Run the recurrence for every head.
+
+    Within a chunk of tokens the recurrence is one masked matrix product, between chunks a short loop over states: cost
+    and memory are linear in S. Products take the dtype of ``x``; states and decays are FP32 (FP64 if ``x`` is), and
+    decays are rounded to the dtype of ``x`` only where they enter a product.
+
+    Documents are isolated bit for bit: sums of log-decays are taken over one document only, so that not even rounding
+    passes from one to the next.
+
+    Args:
+        inputs: What is scanned.
+        document_ids: [B, S] int; equal for tokens of one document, which are neighbours.
+        chunk_size: Tokens per chunk; S need not be a multiple.
+        initial_state: [B, G, R, N, P] of the first token's document before its first token here; None: zeros. Rows
+            that begin with a new document must have zeros.
+
+    Returns:
+        y [B, S, G, R, P] in the dtype of ``x``, and what is left after the last token.
+
+    Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6.
+    """
+    size = inputs.x.shape[1]
+    chunks = _divide(inputs, document_ids=document_ids, chunk_size=chunk_size)
+    y = _WithinChunks.apply(
+        chunks.x, chunks.cumulative, _scores(chunks.b, chunks.c), (chunks.masks.causal, chunks.remainder)
+    )
+    states, final = _states(chunks, initial_state)
+    read = (chunks.c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
+    from_start = chunks.cumulative.exp() * chunks.masks.from_state
+    y = y + scale_heads(read.unflatten(-1, chunks.x.shape[-2:]), from_start)
+    return y.flatten(1, 2)[:, :size], final
+
+
+def ssd_final_state(
+    inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
+) -> FinalState:
+    """Return what ``ssd_scan`` leaves behind, without its outputs: half of its work. ``inputs.c`` does not matter."""
+    return _states(_divide(inputs, document_ids=document_ids, chunk_size=chunk_size), initial_state)[1]
+
+
+def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply each head's channels [..., P] by its factor [...], first rounded to ``x.dtype``: one memory pass."""
+    return x * factor[..., None].to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,54 +98,40 @@ class _ChunkMasks:
     carries: Tensor  # [B, L, 1, 1]: the state at the chunk's start outlives the chunk
 
 
-def ssd_scan(x: Tensor, *, log_decay: Tensor, b: Tensor, c: Tensor, document_ids: Tensor, chunk_size: int) -> Tensor:
-    """Run ``state = exp(log_decay_t) * state + x_t b_t^T``, ``y_t = state c_t`` for every head.
+@dataclass(frozen=True, kw_only=True)
+class _Chunks:
+    """L chunks of C tokens."""
 
-    Within a chunk of tokens the recurrence is one masked matrix product, between chunks a short loop over states: cost
-    and memory are linear in S. Products take the dtype of ``x``; states and decays are FP32 (FP64 if ``x`` is), and
-    decays are rounded to the dtype of ``x`` only where they enter a product.
+    x: Tensor  # [B, L, C, G, R, P]
+    cumulative: Tensor  # [B, L, C, G, R]: log-decays summed from the chunk's or the document's start
+    remainder: Tensor  # [B, L, C, G, R]: what rounding took from those sums, without a gradient
+    b: Tensor  # [B, L, C, G, N]
+    c: Tensor  # [B, L, C, G, N]
+    masks: _ChunkMasks
 
-    Documents are isolated bit for bit: sums of log-decays are taken over one document only, so that not even rounding
-    passes from one to the next.
 
-    Args:
-        x: [B, S, G, R, P]; R heads of each of G groups, already multiplied by the time step.
-        log_decay: [B, S, G, R] FP32, <= 0.
-        b: [B, S, G, N].
-        c: [B, S, G, N].
-        document_ids: [B, S] int; equal for tokens of one document, which are neighbours.
-        chunk_size: Tokens per chunk; S need not be a multiple.
-
-    Returns:
-        [B, S, G, R, P] in the dtype of ``x``.
-
-    Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6.
-    """
-    size = x.shape[1]
+def _divide(inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int) -> _Chunks:
+    size = inputs.x.shape[1]
     chunk_size = min(chunk_size, size)
     padding = -size % chunk_size
+    tensors: tuple[Tensor, ...] = (inputs.x, inputs.log_decay, inputs.b, inputs.c)
     if padding:  # x = 0 and log_decay = 0 leave the state as it is
-        x, log_decay, b, c = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in (x, log_decay, b, c))
+        tensors = tuple(F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in tensors)
         document_ids = torch.cat((document_ids, document_ids[:, -1:].expand(-1, padding)), dim=1)
-    x, log_decay, b, c, ids = (t.unflatten(1, (-1, chunk_size)) for t in (x, log_decay, b, c, document_ids))
+    x, log_decay, b, c, ids = (t.unflatten(1, (-1, chunk_size)) for t in (*tensors, document_ids))
     masks = _chunk_masks(ids, dtype=log_decay.dtype)
     # A product with a 0/1 mask, not a cumulative sum: another document's terms are exact zeros. FP64 so that no setting
     # of the backend's FP32 products (TF32, BF16) rounds the decays.
-    cumulative = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double()).to(log_decay.dtype)
-    y = _WithinChunks.apply(x, cumulative, _scores(b, c), masks.causal)
-    y = y + _between_chunks(x, cumulative=cumulative, b=b, c=c, masks=masks)
-    return y.flatten(1, 2)[:, :size]
-
-
-def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply each head's channels [..., P] by its factor [...], first rounded to ``x.dtype``: one memory pass."""
-    return x * factor[..., None].to(x.dtype)
+    sums = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double())
+    cumulative = sums.to(log_decay.dtype)
+    # Neighbours late in a chunk have large sums that differ by little: their rounding would be an error of the decay.
+    remainder = (sums.detach() - cumulative.detach()).to(log_decay.dtype)
+    return _Chunks(x=x, cumulative=cumulative, remainder=remainder, b=b, c=c, masks=masks)
 
 
 def _chunk_masks(ids: Tensor, *, dtype: torch.dtype) -> _ChunkMasks:
     last = ids[:, :, -1]  # [B, L]
-    # No document lives before the first chunk; any id but its own will do.
-    before = torch.cat((ids[:, :1, 0] - 1, last[:, :-1]), dim=1)
+    before = torch.cat((ids[:, :1, 0], last[:, :-1]), dim=1)  # an initial state belongs to the first token's document
     return _ChunkMasks(
         causal=(ids[..., :, None] == ids[..., None, :]).tril().to(dtype),
         from_state=(ids == before[..., None])[..., None, None].to(dtype),
@@ -83,13 +149,16 @@ class _WithinChunks(torch.autograd.Function):
     """What the tokens of a chunk receive from each other.
 
     Written out because autograd would keep and traverse several FP32 tensors of size [B, L, G, R, C, C] where this
-    keeps one in the dtype of ``x``.
+    keeps one in the dtype of ``x``. ``exact`` is the causal mask and the remainder of the sums, which have no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cumulative: Tensor, scores: Tensor, causal: Tensor) -> Tensor:
-        by_head = cumulative.permute(0, 1, 3, 4, 2).contiguous()  # [B, L, G, R, C]; results inherit its strides
-        decay = _exp_of_negative(by_head[..., :, None] - by_head[..., None, :])
+    def forward(ctx: Any, x: Tensor, cumulative: Tensor, scores: Tensor, exact: tuple[Tensor, Tensor]) -> Tensor:
+        causal, remainder = exact
+        decay = _differences(cumulative)
+        if x.dtype is torch.float32:  # a narrower dtype rounds the decays by more, FP64 has no remainder to speak of
+            decay += _differences(remainder)
+        decay = _exp_of_negative(decay)
         decay = decay.mul_(causal[:, :, None, None]).to(x.dtype)  # [B, L, G, R, C, C]
         ctx.save_for_backward(x, scores, decay)
         return _tokens_first((scores * decay) @ _heads_first(x))
@@ -109,6 +178,12 @@ class _WithinChunks(torch.autograd.Function):
         return grad_x, grad_cumulative, grad_scores, None
 
 
+def _differences(sums: Tensor) -> Tensor:
+    """Return the sum at each token less that at each token of its chunk, [B, L, G, R, C, C]."""
+    by_head = sums.permute(0, 1, 3, 4, 2).contiguous()  # [B, L, G, R, C]; results inherit its strides
+    return by_head[..., :, None] - by_head[..., None, :]
+
+
 def _scores(b: Tensor, c: Tensor) -> Tensor:
     """Return c_t . b_s, [B, L, G, 1, C, C]."""
     return (c.transpose(2, 3) @ b.permute(0, 1, 3, 4, 2))[:, :, :, None]
@@ -122,42 +197,61 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(0, 1, 4, 2, 3, 5).contiguous()  # [B, L, C, G, R, P]; mixed strides make later sums slow
 
 
-def _between_chunks(x: Tensor, *, cumulative: Tensor, b: Tensor, c: Tensor, masks: _ChunkMasks) -> Tensor:
-    """What the tokens of a chunk receive from earlier chunks: [B, L, C, G, R, P]."""
+def _states(chunks: _Chunks, initial_state: Tensor | None) -> tuple[Tensor, FinalState]:
+    """Return the state at the start of each chunk, [B, L, G, N, R*P], and what the last chunk leaves."""
+    x, cumulative, remainder, masks = chunks.x, chunks.cumulative, chunks.remainder, chunks.masks
     end = cumulative[:, :, -1:]
-    to_end = _exp_of_negative(end - cumulative) * masks.to_state
+    to_end = _exp_of_negative((end - cumulative) + (remainder[:, :, -1:] - remainder)) * masks.to_state
     leaving = scale_heads(x, to_end).flatten(4)  # [B, L, C, G, R*P]
-    added = b.permute(0, 1, 3, 4, 2) @ leaving.transpose(2, 3)  # [B, L, G, N, R*P]
-    decay = end[:, :, 0].exp() * masks.carries
-    states = _PassStates.apply(added, decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :])
-    read = (c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
-    from_start = cumulative.exp() * masks.from_state
-    return scale_heads(read.unflatten(-1, x.shape[-2:]), from_start)
+    added = chunks.b.permute(0, 1, 3, 4, 2) @ leaving.transpose(2, 3)  # [B, L, G, N, R*P]
+    decay = end[:, :, 0].exp() * masks.carries  # [B, L, G, R]
+    initial = None
+    if initial_state is not None:
+        initial = initial_state.transpose(2, 3).flatten(3).to(decay.dtype)  # [B, G, N, R*P]
+    states, final = _PassStates.apply(added, decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :], initial)
+    total_decay = end[:, :, 0].sum(dim=1).exp() * masks.carries.prod(dim=1)
+    return states, FinalState(state=final.unflatten(-1, x.shape[-2:]).transpose(2, 3), total_decay=total_decay)
 
 
 class _PassStates(torch.autograd.Function):
-    """From what each chunk adds to the state, the state at the start of each chunk.
+    """From what each chunk adds to the state, the state at the start of each chunk, and after the last one.
 
-    The state runs in the dtype of ``decay``; what is returned, and kept for backward, has the dtype of ``added``.
+    The state runs in the dtype of ``decay``, and so is returned after the last chunk; the others, which are kept for
+    backward, have the dtype of ``added``.
     """
 
     @staticmethod
-    def forward(ctx: Any, added: Tensor, decay: Tensor) -> Tensor:
+    def forward(ctx: Any, added: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         states = torch.empty_like(added)  # [B, L, G, N, R*P]
-        state = torch.zeros_like(added[:, 0], dtype=decay.dtype)
+        state = torch.zeros_like(added[:, 0], dtype=decay.dtype) if initial is None else initial.clone()
         for index in range(added.shape[1]):
             states[:, index] = state
             state.mul_(decay[:, index]).add_(added[:, index])
         ctx.save_for_backward(states, decay)
-        return states
+        ctx.has_initial = initial is not None
+        return states, state
 
     @staticmethod
-    def backward(ctx: Any, grad_states: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_states: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         states, decay = ctx.saved_tensors
         grad_added, grad_decay = torch.empty_like(states), torch.empty_like(decay)
-        grad = torch.zeros_like(states[:, 0], dtype=decay.dtype)
+        grad = grad_final.clone()
         for index in reversed(range(states.shape[1])):
             grad_added[:, index] = grad
             grad_decay[:, index] = (grad * states[:, index]).sum(dim=-2, keepdim=True)
             grad.mul_(decay[:, index]).add_(grad_states[:, index])
-        return grad_added, grad_decay
+        return grad_added, grad_decay, grad if ctx.has_initial else None
+
+
+def import_mamba_ssm() -> Callable[..., Tensor]:
+    """Return the scan of mamba_ssm; raises what importing it raises."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined
+
+
+def import_causal_conv1d() -> Callable[..., Tensor]:
+    """Return the convolution of causal_conv1d; raises what importing it raises."""
+    from causal_conv1d import causal_conv1d_fn
+
+    return causal_conv1d_fn

@@ -30,19 +30,23 @@ def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, resha
             already, over other axes, are sharded further.
         mesh: Its `fsdp_mesh` and `expert_fsdp_mesh` are one axis to shard over, or two: replicate, shard.
         compute_dtype: Dtype in which Linears see their weights.
-        reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward;
-            a number: so that this many neighbouring ranks keep a copy together. Experts are freed wholly if that
-            number does not divide theirs.
+        reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward; a
+            number: until then they stay spread over so many neighbouring ranks. Experts are freed wholly where that
+            number does not divide their ranks.
 
     Raises:
-        ValueError: for a number that is not a true part of the ranks.
+        ValueError: for a number of ranks that does not divide those of the shard.
     """
-    _check_reshard_size(reshard_after_forward, num_shards=mesh.dense["fsdp"].size())
+    dense, num_shards = mesh.fsdp_mesh, mesh.dense["fsdp"].size()
+    if not isinstance(reshard_after_forward, bool) and num_shards % reshard_after_forward:
+        raise ValueError(
+            f"engine.reshard_ranks = {reshard_after_forward} must divide the {num_shards} ranks that share a weight "
+            "(dp_shard_degree x cp_degree); change it, or use 0 for all of them"
+        )
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    dense = mesh.fsdp_mesh
     for block in (*model.blocks.children(), *model.mtp.children()):
         for experts in (module for module in block.modules() if isinstance(module, Experts)):
             fully_shard(
@@ -95,16 +99,8 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def _check_reshard_size(size: bool | int, *, num_shards: int) -> None:  # noqa: FBT001 - what FSDP takes
-    if not isinstance(size, bool) and (size >= num_shards or num_shards % size):
-        raise ValueError(
-            f"engine.reshard_size = {size} must divide the ranks that share parameters, dp_shard_degree x cp_degree = "
-            f"{num_shards}, and be less; use 0 to keep no copies"
-        )
-
-
 def _reshard_experts(size: bool | int, *, num_shards: int) -> bool | int:  # noqa: FBT001 - what FSDP takes
-    is_part = isinstance(size, bool) or (size < num_shards and num_shards % size == 0)
+    is_part = isinstance(size, bool) or num_shards % size == 0
     return size if is_part else True
 
 

@@ -9,18 +9,27 @@ from torch.distributed.tensor import Shard
 
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.engine.build import build_engine, prepare_model
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.init import init_parameters
 from nvfp4_train.parallel.apply import parallelize
-from nvfp4_train.parallel.fsdp import _place_experts, _reshard_experts, fsdp_modules, prepare_backward, reshard
+from nvfp4_train.parallel.fsdp import (
+    _place_experts,
+    _reshard_experts,
+    apply_fsdp,
+    fsdp_modules,
+    prepare_backward,
+    reshard,
+)
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh, build_mesh
 from nvfp4_train.parallel.runtime import Runtime
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.linear import QuantizedLinear
+from tests.support.engines import train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
-from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, torch_engine
+from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
 
 
 @dataclass
@@ -38,13 +47,11 @@ class Seen:
     gathered: tuple[list[str], list[str]]
 
 
-def build_bf16(
-    mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool = True, reshard_size: int = 0
-) -> HybridLM:
+def build_bf16(mesh: Mesh, *, tie_embeddings: bool, reshard_after_forward: bool = True) -> HybridLM:
     with torch.device("meta"):
         model = HybridLM(tiny_model(tie_embeddings=tie_embeddings))
     apply_precision(model, cast_recipe(ComputeDtype.bf16), seed=0)
-    engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward, reshard_size=reshard_size)
+    engine_cfg = torch_engine(reshard_after_forward=reshard_after_forward)
     parallelize(
         model, mesh=mesh, parallel_cfg=parallel_layout(), engine_cfg=engine_cfg, compute_dtype=model.compute_dtype
     )
@@ -184,32 +191,8 @@ def test_no_weight_stays_gathered_after_a_step_or_an_evaluation(on_two_ranks):
             assert case.gathered == ([], [])
 
 
-def keep_copies(runtime: Runtime) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Two steps with a copy on every two of four ranks, and without."""
-    found, errors = [], []
-    mesh = build_mesh(parallel_layout(), runtime)
-    for size in (0, 2):
-        model = build_bf16(mesh, tie_embeddings=False, reshard_size=size)
-        for step in range(2):
-            run_step(model, tiny_batches(step=step)[mesh.dp_rank :: mesh.dp_degree])
-        found.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
-    for size in (3, 4):
-        try:
-            build_bf16(mesh, tie_embeddings=False, reshard_size=size)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors, found[0], found[1]
-
-
-@pytest.mark.distributed
-def test_copies_of_a_few_ranks_change_no_gradient():
-    for errors, freed, kept in run_on_ranks(keep_copies, 4):
-        assert all(torch.equal(freed[name], kept[name]) for name in freed)
-        assert ["engine.reshard_size" in error for error in errors] == [True, True]
-
-
 @pytest.mark.parametrize(
-    ("size", "num_shards", "expected"), [(2, 4, 2), (2, 2, True), (4, 6, True), (True, 4, True), (False, 4, False)]
+    ("size", "num_shards", "expected"), [(2, 4, 2), (4, 2, True), (4, 6, True), (True, 4, True), (False, 4, False)]
 )
 def test_experts_are_freed_wholly_where_a_copy_does_not_fit(size, num_shards, expected):
     assert _reshard_experts(size, num_shards=num_shards) is expected
@@ -262,3 +245,34 @@ def test_experts_are_cut_where_they_are_few_and_can_be(num_experts, out_features
 
 def test_a_plain_module_has_no_groups():
     assert fsdp_modules(nn.Linear(2, 2)) == []
+
+
+def reshard_to_neighbours(runtime: Runtime) -> tuple[list[tuple[float, float]], list[tuple[float, float]], str]:
+    """Curves with weights that stay spread over two ranks until backward, and over all four."""
+    found = []
+    for ranks in (2, 0):
+        layout = parallel_layout()
+        engine = build_engine(
+            prepare_model(tiny_model(), cast_recipe(ComputeDtype.bf16), seed=0),
+            mesh=build_mesh(layout, runtime),
+            parallel_cfg=layout,
+            engine_cfg=torch_engine(reshard_ranks=ranks),
+            optimizer_cfg=tiny_optimizer(),
+        )
+        found.append(train(engine, range(2)))
+    with torch.device("meta"):
+        model = HybridLM(tiny_model())
+    with pytest.raises(ValueError, match=r"engine.reshard_ranks = 3 must divide the 4 ranks") as caught:
+        apply_fsdp(
+            model,
+            mesh=build_mesh(parallel_layout(), runtime),
+            compute_dtype=torch.float32,
+            reshard_after_forward=3,
+        )
+    return found[0], found[1], str(caught.value)
+
+
+@pytest.mark.distributed
+def test_weights_may_stay_spread_over_neighbours_until_backward():
+    for neighbours, everybody, _ in run_on_ranks(reshard_to_neighbours, 4):
+        assert neighbours == everybody
