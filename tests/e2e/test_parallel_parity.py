@@ -57,6 +57,8 @@ def test_two_ranks_that_share_every_layer_train_as_one_and_one_goes_on(module_di
     for found, expected in zip(module_dirs.rows("tp"), module_dirs.rows("tp_not"), strict=True):
         for key in (key for key in LOSSES if key in expected):
             assert found[key] == pytest.approx(expected[key], rel=2e-3)
+        # FLOPs are those of whole layers.
+        assert found.get("perf/fp4_flops_share") == expected.get("perf/fp4_flops_share")
 
 
 @pytest.mark.distributed
