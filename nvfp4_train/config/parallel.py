@@ -21,6 +21,13 @@ class Compile(StrEnum):
     block = "block"  # each residual block; its Linears stay as they are
 
 
+class ReduceDtype(StrEnum):
+    """Dtype in which partial results of ranks are added up."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
     """Degrees of the mesh axes; their product, without that of `ep`, is the number of ranks.
@@ -33,6 +40,9 @@ class ParallelConfig:
         cp_degree: Ranks that share the tokens of a sequence (context parallelism).
         tp_degree: Ranks that share the heads and the columns of every layer (tensor parallelism).
         ep_degree: Ranks that share the experts; folded: it divides dp_shard_degree x cp_degree.
+        sequence_parallel: Whether the ranks of tp keep a part of the tokens each between layers, where each token is
+            computed alone; else all of them keep all.
+        tp_reduce_dtype: In which the ranks of tp add up their parts of a layer's result and of its input gradient.
         activation_checkpoint: What is kept between forward and backward.
         compile: What is compiled.
     """
@@ -43,6 +53,8 @@ class ParallelConfig:
     cp_degree: int
     tp_degree: int
     ep_degree: int
+    sequence_parallel: bool
+    tp_reduce_dtype: ReduceDtype
     activation_checkpoint: ActivationCheckpoint
     compile: Compile
 

@@ -145,6 +145,11 @@ class LinearRecipe:
         return DIM_MULTIPLE if self.is_quantized else 1
 
     @property
+    def shard_multiple(self) -> int:
+        """Number that a rank's part of a dim must be a multiple of, so that no block is spread over two ranks."""
+        return max(self.dim_multiple, *(spec.block_length for spec in self.operands.values()))
+
+    @property
     def token_multiple(self) -> int:
         """Number that the tokens of a microbatch must be a multiple of: groups of a Hadamard transform are whole."""
         return max(self.dim_multiple, *(spec.hadamard_size for spec in self.operands.values()))

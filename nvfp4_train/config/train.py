@@ -16,10 +16,11 @@ from nvfp4_train.config.logging import LoggingConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
-from nvfp4_train.config.problem import Problem, Rule, findings, require, violations
+from nvfp4_train.config.problem import Problem, Rule, findings, is_complete, require, violations
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
 from nvfp4_train.config.scheduler import SchedulerConfig, WsdConfig
+from nvfp4_train.config.shares import share_problems
 from nvfp4_train.config.widths import WIDTHS, Width, quantized_linears
 from nvfp4_train.numerics.spec import DIM_MULTIPLE, HIGH_PRECISION_FORMATS
 
@@ -93,8 +94,8 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         ),
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
-    rules += [*_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)]
-    return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems)]
+    rules += [*_data_rank_rules(cfg), *_width_rules(cfg), _tokens_rule(cfg)]
+    return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems, _share_problems)]
 
 
 def _gathers_quantized(engine: EngineConfig) -> bool:
@@ -112,6 +113,10 @@ def _phase_problems(cfg: TrainConfig) -> list[Problem]:
         return []
     found = coverage_problems(data.sources, data.phases, run_tokens=cfg.run.tokens)
     return [problem.below("data") for problem in found]
+
+
+def _share_problems(cfg: TrainConfig) -> list[Problem]:
+    return share_problems(cfg.model, cfg.parallel, batch=cfg.batch, recipe=cfg.recipe)
 
 
 def _token_id_problems(cfg: TrainConfig) -> list[Problem]:
@@ -165,10 +170,44 @@ def _data_rank_rules(cfg: TrainConfig) -> list[Rule]:
     ]
 
 
+def _width_rules(cfg: TrainConfig) -> list[Rule]:
+    return [
+        *(_width_rule(cfg, width) for width in WIDTHS),
+        *(_local_width_rule(cfg, width) for width in WIDTHS if width.is_split),
+    ]
+
+
+def _is_exempt(cfg: TrainConfig, width: Width) -> bool:
+    return not _is_quantized(cfg, width) or width.is_filled_up(cfg.model, multiple=_dim_multiple(cfg.recipe))
+
+
+def _local_width_rule(cfg: TrainConfig, width: Width) -> Rule:
+    """What a rank of tp holds is whole blocks; that all ranks hold the same is another rule."""
+
+    def local() -> int:
+        return width.value(cfg.model) // cfg.parallel.tp_degree
+
+    def holds() -> bool:
+        degree = cfg.parallel.tp_degree
+        if degree <= 1 or not width.divides_among(cfg.model, ranks=degree):
+            return True
+        return local() % _shard_multiple(cfg.recipe) == 0 or _is_exempt(cfg, width)
+
+    return Rule(
+        width.key,
+        holds,
+        lambda: (
+            f"with parallel.tp_degree {cfg.parallel.tp_degree} a rank holds {local()} ({width.meaning}),"
+            f" and recipe {cfg.recipe.name} needs multiples of {_shard_multiple(cfg.recipe)}, so that no block is cut"
+        ),
+        "lower parallel.tp_degree, change the width, or keep the Linears that have it in BF16 (recipe.keep_bf16)",
+    )
+
+
 def _width_rule(cfg: TrainConfig, width: Width) -> Rule:
     return Rule(
         width.key,
-        lambda: width.value(cfg.model) % _dim_multiple(cfg.recipe) == 0 or not _is_quantized(cfg, width),
+        lambda: width.value(cfg.model) % _dim_multiple(cfg.recipe) == 0 or _is_exempt(cfg, width),
         lambda: (
             f"recipe {cfg.recipe.name} needs multiples of {_dim_multiple(cfg.recipe)};"
             f" this makes {width.value(cfg.model)} ({width.meaning})"
@@ -196,6 +235,12 @@ def _dim_multiple(recipe: RecipeConfig) -> int:
     """Return what the operands whose format is known ask of every dim of a GEMM."""
     formats = [spec.format for spec in recipe.linear.operands.values() if hasattr(spec, "format")]
     return max((1 if format in HIGH_PRECISION_FORMATS else DIM_MULTIPLE for format in formats), default=1)
+
+
+def _shard_multiple(recipe: RecipeConfig) -> int:
+    """Return `LinearRecipe.shard_multiple`, as far as the operands are known."""
+    lengths = [spec.block_length for spec in recipe.linear.operands.values() if is_complete(spec)]
+    return max(_dim_multiple(recipe), *lengths, 1)
 
 
 def _token_multiple(recipe: RecipeConfig) -> int:

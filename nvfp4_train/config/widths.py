@@ -22,44 +22,69 @@ class Width:
         value: The width.
         meaning: What it is.
         linears: Globs over the names of the Linears that have it as rows or columns.
+        is_split: Whether the ranks of tp hold a part of it each.
+        units: What the ranks hold equally many of then; None: the width itself.
+        group: Rows that are quantized apart from others, and filled up where they are not whole blocks.
     """
 
     key: str
     value: Callable[[ModelConfig], int]
     meaning: str
     linears: tuple[str, ...]
+    is_split: bool = True
+    units: Callable[[ModelConfig], int] | None = None
+    group: Callable[[ModelConfig], int] | None = None
+
+    def divides_among(self, model: ModelConfig, *, ranks: int) -> bool:
+        """Whether the ranks of tp can hold equal parts; where they cannot, that is what is wrong."""
+        return (self.units or self.value)(model) % ranks == 0
+
+    def is_filled_up(self, model: ModelConfig, *, multiple: int) -> bool:
+        """Whether quantization fills the width up to whole blocks, so that none of its values is wrong."""
+        return self.group is not None and self.group(model) % multiple != 0
 
 
 def _in_proj_rows(model: ModelConfig) -> int:
+    return model.mamba.num_groups * _in_proj_group(model)
+
+
+def _in_proj_group(model: ModelConfig) -> int:
     cfg = model.mamba
-    return 2 * cfg.d_inner + 2 * cfg.num_groups * cfg.d_state + cfg.num_heads
+    heads = cfg.num_heads // cfg.num_groups
+    return 2 * heads * cfg.d_head + 2 * cfg.d_state + heads
 
 
 WIDTHS = (
-    Width("model.d_model", lambda model: model.d_model, "the residual stream", ("*",)),
+    Width("model.d_model", lambda model: model.d_model, "the residual stream", ("*",), is_split=False),
+    Width("model.d_model", lambda model: 2 * model.d_model, "columns of eh_proj, 2 * d_model", ("*.eh_proj",)),
     Width(
         "model.mamba.num_heads",
         _in_proj_rows,
         "rows of in_proj, 2 * num_heads * d_head + 2 * num_groups * d_state + num_heads",
         ("*.in_proj",),
+        units=lambda model: model.mamba.num_groups,
+        group=_in_proj_group,
     ),
     Width(
         "model.mamba.d_head",
         lambda model: model.mamba.d_inner,
         "columns of out_proj, num_heads * d_head",
         ("*.out_proj",),
+        units=lambda model: model.mamba.num_groups,
     ),
     Width(
         "model.attention.num_kv_heads",
         lambda model: (model.attention.num_heads + 2 * model.attention.num_kv_heads) * model.attention.d_head,
         "rows of qkv_proj, (num_heads + 2 * num_kv_heads) * d_head",
         ("*.qkv_proj",),
+        units=lambda model: model.attention.num_kv_heads,
     ),
     Width(
         "model.attention.d_head",
         lambda model: model.attention.num_heads * model.attention.d_head,
         "columns of o_proj, num_heads * d_head",
         ("*.o_proj",),
+        units=lambda model: model.attention.num_kv_heads,
     ),
     Width(
         "model.mlp.d_ff",

@@ -1,6 +1,6 @@
 """The hybrid language model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from nvfp4_train.model.block import Block, run_blocks
 from nvfp4_train.model.documents import Documents, locate_documents
 from nvfp4_train.model.linear import Linear
 from nvfp4_train.model.loss import IGNORE_INDEX, cross_entropy_sum
-from nvfp4_train.model.mtp import MtpDepth, later_labels, shift_left
+from nvfp4_train.model.mtp import MtpDepth, later_embeddings, later_labels
 from nvfp4_train.model.norm import RMSNorm
 
 
@@ -28,6 +28,11 @@ class HybridLM(nn.Module):
     Attributes:
         extra_losses: Of the newest forward that recorded gradients, detached: the sum over labels, and their number,
             of ``mtp_<depth>`` (cross-entropy) and ``router`` (weighted sum of the routers' penalties); [2] each.
+        cross_entropy: From logits [T, V] and labels [T] to the sum of the loss. This and what follows are replaced
+            where ranks hold parts of the vocabulary.
+        tied_logits: From activations and the embedding's weight to logits.
+        whole_logits: From the logits that are computed here to those of the whole vocabulary.
+        later_embeddings: See the function of that name.
     """
 
     def __init__(self, cfg: ModelConfig) -> None:
@@ -42,6 +47,10 @@ class HybridLM(nn.Module):
         own_depths = min(pattern.num_mtp_depths, 1) if cfg.mtp.share_depths else pattern.num_mtp_depths
         self.mtp = nn.ModuleList(MtpDepth(cfg) for _ in range(own_depths))
         self.extra_losses: dict[str, Tensor] = {}
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.tied_logits: Callable[[Tensor, Tensor], Tensor] = _project
+        self.whole_logits: Callable[[Tensor], Tensor] = _as_they_are
+        self.later_embeddings: Callable[..., Tensor] = later_embeddings
         self.compute_dtype = torch.float32
 
     @property
@@ -84,7 +93,7 @@ class HybridLM(nn.Module):
         stream = run_blocks(self.blocks, stream, documents, penalties=penalties)
         h = self.final_norm(stream).to(self.compute_dtype)
         if labels is None:
-            return self._head(h)
+            return self.whole_logits(self._head(h))
         loss = self._loss(h, labels)
         if not torch.is_grad_enabled():
             return loss
@@ -107,19 +116,27 @@ class HybridLM(nn.Module):
         losses = {}
         for depth in range(1, self.num_mtp_depths + 1):
             module = self.mtp[0 if self.cfg.mtp.share_depths else depth - 1]
-            h, of_routers = module(h, shift_left(embedded, documents, by=depth, fill=0.0), documents)
+            h, of_routers = module(h, self.later_embeddings(embedded, documents, by=depth), documents)
             penalties += of_routers
             later = later_labels(labels, documents, depth=depth)
             losses[f"mtp_{depth}"] = (self._loss(h, later), count_labels(later))
         return losses
 
     def _loss(self, h: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(self._head(h).flatten(0, 1), labels.flatten())
+        return self.cross_entropy(self._head(h).flatten(0, 1), labels.flatten())
 
     def _head(self, h: Tensor) -> Tensor:
         if self.lm_head is None:
-            return F.linear(h, self.embedding.weight.to(h.dtype))
+            return self.tied_logits(h, self.embedding.weight)
         return self.lm_head(h)
+
+
+def _project(h: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(h, weight.to(h.dtype))
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
 
 
 def count_labels(labels: Tensor) -> Tensor:

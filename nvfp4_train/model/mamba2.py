@@ -120,7 +120,8 @@ class Mamba2(nn.Module):
         inner = heads_per_group * cfg.d_head
         self.group_split = (inner, inner + 2 * cfg.d_state, heads_per_group)  # z | x, B, C | dt
         self.conv_split = (inner, cfg.d_state, cfg.d_state)
-        self.in_proj = Linear(d_model, cfg.num_groups * sum(self.group_split), bias=cfg.proj_bias)
+        rows = sum(self.group_split)
+        self.in_proj = Linear(d_model, cfg.num_groups * rows, bias=cfg.proj_bias, group_rows=rows)
         self.conv1d = CausalConv1d(cfg.num_groups * self.group_split[1], d_conv=cfg.d_conv, bias=cfg.conv_bias)
         self.conv1d.kernels = cfg.kernels
         self.scan = Scan(cfg)

@@ -56,6 +56,11 @@ def shift_left(values: Tensor, documents: Documents, *, by: int, fill: float) ->
     return shifted
 
 
+def later_embeddings(embedded: Tensor, documents: Documents, *, by: int) -> Tensor:
+    """Return the embedding of the token ``by`` places later in the same document, or zeros; [B, S, D]."""
+    return shift_left(embedded, documents, by=by, fill=0.0)
+
+
 def later_labels(labels: Tensor, documents: Documents, *, depth: int) -> Tensor:
     """Return the labels of ``depth`` (1 for the first), from those of the next token, both [B, S]."""
     return shift_left(labels, documents, by=depth, fill=IGNORE_INDEX)

@@ -180,6 +180,11 @@ class OperandSpec:
         return BLOCK_SIZE[self.block] if self.is_quantized and self.format not in FP8_FORMATS else 0
 
     @property
+    def block_length(self) -> int:
+        """Elements along a dim that share a scale of any kind below that of a row or of the tensor; 1 without such."""
+        return CHUNK if self.fp32_scale is GlobalScale.block_128 else max(self.block_size, 1)
+
+    @property
     def fp32_scale(self) -> GlobalScale:
         """Which elements share an FP32 scale: the global scale, or the blocks of fp8."""
         is_fp8_block = self.format in FP8_FORMATS and self.block is not Block.none

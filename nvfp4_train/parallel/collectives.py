@@ -13,7 +13,7 @@ Which one fits depends on what a rank's gradient is. `gather` and `copy_to_ranks
 computes a part of the model: the gradients of their results are parts of a sum. `reduce_scatter` and `all_reduce` leave
 it. `gather_equal` and `split_equal` are for values that all ranks use alike, whose gradients are equal on all.
 
-Sums are taken in `sum_dtype` and returned in the dtype of the tensor.
+Sums are taken in `sum_dtype` and returned in the dtype of the tensor, or in the `dtype` that is asked for.
 """
 
 from typing import Any
@@ -26,24 +26,32 @@ from torch import Tensor
 _ops = torch.ops._c10d_functional
 
 
-def gather(x: Tensor, *, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
+def gather(
+    x: Tensor, *, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return the parts of all ranks, concatenated along `dim`; the gradients of all ranks are summed and split."""
-    return _Gather.apply(x, dim % x.ndim, group, sum_dtype)
+    return _Gather.apply(x, dim % x.ndim, group, (sum_dtype, dtype or x.dtype))
 
 
-def reduce_scatter(x: Tensor, *, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
+def reduce_scatter(
+    x: Tensor, *, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return this rank's part, along `dim`, of the sum over ranks; gradients are concatenated."""
-    return _ReduceScatter.apply(x, dim % x.ndim, group, sum_dtype)
+    return _ReduceScatter.apply(x, dim % x.ndim, group, (sum_dtype, dtype or x.dtype))
 
 
-def all_reduce(x: Tensor, *, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
+def all_reduce(
+    x: Tensor, *, group: dist.ProcessGroup, sum_dtype: torch.dtype, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return the sum over ranks; its gradient, equal on all ranks, is that of each part."""
-    return _AllReduce.apply(x, group, sum_dtype)
+    return _AllReduce.apply(x, group, sum_dtype, dtype or x.dtype)
 
 
-def copy_to_ranks(x: Tensor, *, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
+def copy_to_ranks(
+    x: Tensor, *, group: dist.ProcessGroup, sum_dtype: torch.dtype, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return `x`, equal on all ranks, for a computation that each rank does a part of; gradients are summed."""
-    return _CopyToRanks.apply(x, group, sum_dtype)
+    return _CopyToRanks.apply(x, group, sum_dtype, dtype or x.dtype)
 
 
 def gather_equal(x: Tensor, *, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -71,47 +79,53 @@ def all_to_all(x: Tensor, *, sent: list[int], received: list[int], group: dist.P
     return _AllToAll.apply(x, sent, received, group)
 
 
+# Dtypes in which functions add up, and of their results.
+_Dtypes = tuple[torch.dtype, torch.dtype]
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
-        ctx.dim, ctx.group, ctx.sum_dtype = dim, group, sum_dtype
-        return _concatenated(x, dim, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, dtypes: _Dtypes) -> Tensor:
+        ctx.dim, ctx.group, ctx.dtypes = dim, group, (dtypes[0], x.dtype)
+        return _concatenated(x, dim, group).to(dtypes[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _summed_part(grad, ctx.dim, ctx.group, ctx.sum_dtype), None, None, None
+        sum_dtype, dtype = ctx.dtypes
+        return _summed_part(grad, ctx.dim, ctx.group, sum_dtype).to(dtype), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _summed_part(x, dim, group, sum_dtype)
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, dtypes: _Dtypes) -> Tensor:
+        ctx.dim, ctx.group, ctx.dtype = dim, group, x.dtype
+        return _summed_part(x, dim, group, dtypes[0]).to(dtypes[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _concatenated(grad, ctx.dim, ctx.group), None, None, None
+        return _concatenated(grad, ctx.dim, ctx.group).to(ctx.dtype), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
-        return _summed(x, group, sum_dtype)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sum_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return _summed(x, group, sum_dtype).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.to(ctx.dtype), None, None, None
 
 
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
-        ctx.group, ctx.sum_dtype = group, sum_dtype
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sum_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+        ctx.group, ctx.sum_dtype, ctx.dtype = group, sum_dtype, x.dtype
+        return x.to(dtype) if dtype is not x.dtype else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(grad, ctx.group, ctx.sum_dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _summed(grad, ctx.group, ctx.sum_dtype).to(ctx.dtype), None, None, None
 
 
 class _GatherEqual(torch.autograd.Function):
@@ -154,13 +168,13 @@ def _concatenated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
-    return _wait(_ops.all_reduce(x.to(sum_dtype).contiguous(), "sum", group.group_name)).to(x.dtype)
+    return _wait(_ops.all_reduce(x.to(sum_dtype).contiguous(), "sum", group.group_name))
 
 
 def _summed_part(x: Tensor, dim: int, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
     parts = x.to(sum_dtype).movedim(dim, 0).contiguous()
     part = _wait(_ops.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
-    return part.movedim(0, dim).to(x.dtype).contiguous()
+    return part.movedim(0, dim).contiguous()
 
 
 def _own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -22,6 +22,7 @@ from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.linear import QuantizedLinear
 from nvfp4_train.precision.operands import StoredOperand
 from nvfp4_train.precision.position import RoundingPosition
+from nvfp4_train.precision.row_groups import RowGroups
 
 
 def weight_gathers(model: nn.Module, *, num_shards: int) -> dict[str, str]:
@@ -79,6 +80,8 @@ def _problem(linear: QuantizedLinear, *, num_shards: int) -> str | None:
     if recipe.weight_gather_problem is not None:
         return recipe.weight_gather_problem
     spec = recipe.operands["fprop.w"]
+    if RowGroups.of(linear.group_rows, recipe).padding:
+        return f"groups of {linear.group_rows} rows are filled up to whole tiles after the gather"
     tile = _tile_rows(spec)
     rows = _local_rows(linear.weight)
     if rows % (tile * num_shards):

@@ -134,5 +134,10 @@ def _shape_problems(
         for name, linear in linears.items()
         if not placements[name].is_kept
         for dim in ("in_features", "out_features")
-        if getattr(linear, dim) % multiple
+        if getattr(linear, dim) % multiple and not (dim == "out_features" and _is_filled_up(linear, multiple))
     ]
+
+
+def _is_filled_up(linear: nn.Linear | GroupedLinear, multiple: int) -> bool:
+    """Whether groups of rows are filled up to whole blocks when they are quantized."""
+    return bool(getattr(linear, "group_rows", 0) % multiple)

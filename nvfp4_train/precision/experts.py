@@ -16,12 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
 from nvfp4_train.model.linear import GroupedLinear, grouped_linear
+from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.spec import Format
 from nvfp4_train.precision.linear import LinearPrecision, history_of, keep_amax
 from nvfp4_train.precision.linear_rows import LinearCall, Saved
 from nvfp4_train.precision.operands import OperandRounder
 from nvfp4_train.precision.position import RoundingPosition
 from nvfp4_train.precision.weight_cache import WeightCache
+
+_CAST_DTYPE = {Format.bf16: torch.bfloat16, Format.fp32: torch.float32}
 
 
 class QuantizedExperts(GroupedLinear):
@@ -35,6 +38,10 @@ class QuantizedExperts(GroupedLinear):
         position: Shared by all quantized modules of a model.
         reduce_amax: Makes ranks that hold parts of one operand of an expert agree on its amax, see QuantizedLinear;
             called for experts that have tokens.
+        part: How to compute with the part of the weight that is held here, see QuantizedLinear.
+        output_dtype: Dtype of the results; None: that of x.
+        row_offset: Global index of the first output feature held here, of every expert.
+        column_offset: Global index of the first input feature held here.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax over experts, fp32 [1], of each quantized operand in the newest step, by name.
         amax_history: Maxima of older steps over all experts, for the operands that scale by them.
@@ -50,6 +57,10 @@ class QuantizedExperts(GroupedLinear):
         self.precision = precision
         self.position = position
         self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
+        self.part: ParameterPart = WHOLE
+        self.output_dtype: torch.dtype | None = None
+        self.row_offset = 0
+        self.column_offset = 0
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self.amax_history = history_of(precision.recipe)
@@ -66,11 +77,12 @@ class QuantizedExperts(GroupedLinear):
             ends: [num_experts] int32, the end of each expert's tokens.
 
         Returns:
-            [T, out_features], dtype of x.
+            [T, out_features], dtype of x unless another is set.
         """
         recipe = self.precision.high_precision if self.position.high_precision else self.precision.recipe
-        if not recipe.is_quantized and _is_cast_to(recipe, x.dtype):
-            return grouped_linear(x, self.weight, ends)
+        dtype = _cast_dtype(recipe)
+        if dtype is not None and dtype in (x.dtype, self.output_dtype):
+            return grouped_linear(x.to(dtype), self.weight, ends, part=self.part).to(self.output_dtype or dtype)
         if self.weight.requires_grad and self.weight.dtype is not torch.float32:
             self.weight.grad_dtype = torch.float32  # as in QuantizedLinear
         bounds = [0, *ends.tolist()]
@@ -84,10 +96,11 @@ class QuantizedExperts(GroupedLinear):
             weights=self._expert_weights(),
             bounds=bounds,
             multiple=recipe.token_multiple,
+            y_dtype=self.output_dtype or x.dtype,
         )
         if torch.is_grad_enabled():
             self.saved_bytes = 0
-        y: Tensor = ExpertsFunction.apply(x, self.weight, call)  # type: ignore[no-untyped-call]
+        y: Tensor = ExpertsFunction.apply(x, self.weight, call, self.part)  # type: ignore[no-untyped-call]
         return y
 
     def extra_repr(self) -> str:
@@ -103,7 +116,7 @@ class QuantizedExperts(GroupedLinear):
             step=position.step,
             # An expert gets each token of a microbatch at most once, so microbatches draw from rows of their own, and
             # so do ranks that hold other slices of the sequences.
-            offsets={"tokens": position.row_offset, "inputs": 0, "outputs": 0},
+            offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": self.row_offset},
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
             history=self.amax_history,
@@ -119,12 +132,15 @@ class QuantizedExperts(GroupedLinear):
             weight_version=position.weight_version,
             has_backward=torch.is_grad_enabled(),
             record_saved=self._add_saved,
+            y_dtype=self.output_dtype,
         )
 
     def _expert_weights(self) -> tuple[Tensor, ...]:
         # The caches tell parameters apart by object: slices are made once per parameter and share its version counter.
-        if self._slices is None or self._slices[0] is not self.weight:
-            self._slices = (self.weight, self.weight.detach().unbind())
+        with torch.no_grad():
+            local = self.part.local(self.weight)
+        if self._slices is None or self._slices[0] is not local:
+            self._slices = (local, local.detach().unbind())
         return self._slices[1]
 
     def _add_saved(self, num_bytes: int) -> None:
@@ -160,12 +176,14 @@ class ExpertsCall:
         weights: [out_features, in_features] of every expert.
         bounds: Where each expert's tokens start, and the end of the last.
         multiple: What the number of rows of an operand must be a multiple of.
+        y_dtype: Dtype of the results.
     """
 
     linears: dict[int, LinearCall]
     weights: tuple[Tensor, ...]
     bounds: list[int]
     multiple: int
+    y_dtype: torch.dtype
 
     def rows(self, expert: int) -> slice:
         """Return the rows of an expert's tokens."""
@@ -185,9 +203,10 @@ class ExpertsFunction(torch.autograd.Function):
     """The three GEMMs of every expert that has tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: ExpertsCall) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: ExpertsCall, part: ParameterPart) -> Tensor:
         """Return y [T, out_features] for x [T, in_features] and keep packed what the gradients need."""
-        y = x.new_empty(len(x), weight.shape[1])
+        shape = call.weights[0].shape
+        y = x.new_empty(len(x), shape[0], dtype=call.y_dtype)
         kept: list[Saved] = []
         for expert, linear in call.linears.items():
             own = call.weights[expert]
@@ -197,14 +216,15 @@ class ExpertsFunction(torch.autograd.Function):
             if needs_dx or needs_dw:
                 linear.record_saved(saved.num_input_bytes(own))
             kept.append(saved)
-        ctx.call, ctx.x_dtype, ctx.weight_shape = call, x.dtype, weight.shape
+        ctx.call, ctx.x_dtype, ctx.weight_shape = call, x.dtype, (len(call.weights), *shape)
+        ctx.gradient = part.gradient(weight)
         ctx.save_for_backward(*(tensor for saved in kept for tensor in saved.tensors))
         ctx.saved = [(saved.without_tensors(), len(saved.tensors)) for saved in kept]
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Return dx in the dtype of x and dw in FP32, each only if it is needed."""
         call: ExpertsCall = ctx.call
         tensors = iter(ctx.saved_tensors)
@@ -224,10 +244,10 @@ class ExpertsFunction(torch.autograd.Function):
                 dx[call.rows(expert)] = own_dx[: call.num_tokens(expert)]
             if dw is not None and own_dw is not None:
                 dw[expert] = own_dw
-        return dx, dw, None
+        return dx, None if dw is None else ctx.gradient(dw), None, None
 
 
-def _is_cast_to(recipe: LinearRecipe, dtype: torch.dtype) -> bool:
-    """Whether grouped GEMMs in the dtype of the activations are what the recipe asks for."""
-    wanted = {torch.bfloat16: Format.bf16, torch.float32: Format.fp32}.get(dtype)
-    return all(spec.format is wanted for spec in recipe.operands.values())
+def _cast_dtype(recipe: LinearRecipe) -> torch.dtype | None:
+    """Return the dtype in which grouped GEMMs are what the recipe asks for, or None."""
+    formats = {spec.format for spec in recipe.operands.values()}
+    return _CAST_DTYPE.get(formats.pop()) if len(formats) == 1 else None

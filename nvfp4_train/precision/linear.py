@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
+from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.spec import GemmMode
 from nvfp4_train.precision.amax_history import AmaxHistory
 from nvfp4_train.precision.arriving_weight import ArrivingWeight
 from nvfp4_train.precision.linear_rows import LinearCall
 from nvfp4_train.precision.operands import OperandRounder
 from nvfp4_train.precision.position import RoundingPosition
+from nvfp4_train.precision.row_groups import RowGroups
 from nvfp4_train.precision.weight_cache import WeightCache, is_shared
 
 
@@ -57,6 +59,11 @@ class QuantizedLinear(nn.Linear):
         position: Shared by all QuantizedLinears of a model.
         reduce_amax: Makes ranks that hold parts of one operand agree on its amax: from the operand's name ("fprop.x")
             and fp32 [1] or [R] to the same shape.
+        part: How to compute with the parts of the parameters that are held here; `in_features` and `out_features` are
+            those of the part.
+        output_dtype: Dtype of the results, for sums over ranks that are not to be rounded before; None: that of x.
+        adds_bias: Whether it adds its bias; only one of the ranks whose results are summed does.
+        group_rows: Output features of a group, which are not quantized together with others; 0: no groups.
         row_offset: Global index of the first output feature held here.
         column_offset: Global index of the first input feature held here.
         saved_bytes: What the newest forward with a backward kept of its input.
@@ -79,6 +86,10 @@ class QuantizedLinear(nn.Linear):
         self.precision = precision
         self.position = position
         self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
+        self.part: ParameterPart = WHOLE
+        self.output_dtype: torch.dtype | None = None
+        self.adds_bias = True
+        self.group_rows = 0
         self.row_offset = 0
         self.column_offset = 0
         self.saved_bytes = 0
@@ -101,6 +112,7 @@ class QuantizedLinear(nn.Linear):
             device="meta",
         )
         quantized.weight, quantized.bias = linear.weight, linear.bias
+        quantized.group_rows = getattr(linear, "group_rows", 0)
         return quantized.train(linear.training)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -111,7 +123,7 @@ class QuantizedLinear(nn.Linear):
             x: [..., in_features]; the leading dims together are the tokens, a multiple of the recipe's block.
 
         Returns:
-            [..., out_features], dtype of x.
+            [..., out_features], dtype of x unless another is set.
 
         Raises:
             ValueError: for a number of tokens that the blocks of the recipe do not divide, naming the layer.
@@ -124,14 +136,19 @@ class QuantizedLinear(nn.Linear):
         for parameter in (self.weight, self.bias):
             if parameter is not None and parameter.requires_grad and parameter.dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32
+        groups = RowGroups.of(self.group_rows, recipe)
         call = LinearCall(
             recipe=recipe,
-            rounder=self._rounder(recipe),
+            rounder=self._rounder(recipe, first_output=groups.padded_index(self.row_offset)),
             gemm=self.precision.gemm,
             weights=self._weights,
             weight_version=self.position.weight_version,
             has_backward=torch.is_grad_enabled(),
             record_saved=self._record_saved,
+            groups=groups,
+            y_dtype=self.output_dtype,
+            part=self.part,
+            adds_bias=self.adds_bias,
         )
         y: Tensor = LinearFunction.apply(tokens, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -144,14 +161,14 @@ class QuantizedLinear(nn.Linear):
         """Take the weight from there from now on; the parameter keeps its shape and its gradient, and has no values."""
         self._weights.arriving = arriving
 
-    def _rounder(self, recipe: LinearRecipe) -> OperandRounder:
+    def _rounder(self, recipe: LinearRecipe, *, first_output: int) -> OperandRounder:
         position = self.position
         return OperandRounder(
             layer=self.precision.layer,
             specs=recipe.operands,
             seed=position.seed,
             step=position.step,
-            offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": self.row_offset},
+            offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": first_output},
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
             history=self.amax_history,
@@ -194,15 +211,18 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         """Return y [T, out_features] for x [T, in_features] and keep what the gradients that are asked for need."""
         needs_dx, needs_dw = (needed and call.has_backward for needed in ctx.needs_input_grad[:2])
-        y, saved = call.forward(x, weight, needs_dx=needs_dx, needs_dw=needs_dw)
-        if bias is not None:
-            y += bias.to(y.dtype)
+        local = call.part.local(weight)
+        y, saved = call.forward(x, local, needs_dx=needs_dx, needs_dw=needs_dw)
+        y = call.groups.crop(y, dim=1)
+        if bias is not None and call.adds_bias:
+            y += call.part.local(bias).to(y.dtype)
         ctx.call = call
         ctx.x_dtype = x.dtype
+        ctx.gradients = [None if parameter is None else call.part.gradient(parameter) for parameter in (weight, bias)]
         ctx.save_for_backward(*saved.tensors)
         ctx.saved = saved.without_tensors()
         if needs_dx or needs_dw:
-            call.record_saved(saved.num_input_bytes(weight))
+            call.record_saved(saved.num_input_bytes(local))
         return y
 
     @staticmethod
@@ -210,10 +230,15 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed."""
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
+        call: LinearCall = ctx.call
+        dw_of, dbias_of = ctx.gradients
         dy = dy.contiguous()
         saved = ctx.saved.with_tensors(ctx.saved_tensors)
-        dx, dw = ctx.call.backward(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
-        dbias = dy.sum(dim=0, dtype=torch.float32) if needs_dbias else None
+        padded = call.groups.pad(dy, dim=1)
+        dx, dw = call.backward(padded, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
+        if dw is not None:
+            dw = dw_of(call.groups.crop(dw, dim=0))
+        dbias = dbias_of(dy.sum(dim=0, dtype=torch.float32)) if needs_dbias else None
         return dx, dw, dbias, None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.config.recipe import DgradRow, FpropRow, LinearRecipe, WgradRow
+from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.extension import resolve
 from nvfp4_train.numerics.gemm import Operand, exact_gemm
 from nvfp4_train.numerics.quantize import Direction, GemmOperand
@@ -23,6 +24,7 @@ from nvfp4_train.numerics.quantizer import value_spec
 from nvfp4_train.numerics.random import RandomStream
 from nvfp4_train.numerics.spec import GemmMode
 from nvfp4_train.precision.operands import OperandRounder, StoredOperand
+from nvfp4_train.precision.row_groups import NO_GROUPS, RowGroups
 from nvfp4_train.precision.weight_cache import WeightCache
 
 
@@ -113,6 +115,10 @@ class LinearCall:
         weight_version: The caller's counter of weight changes.
         has_backward: Whether autograd records this call; inside an autograd function it cannot be asked.
         record_saved: Told the bytes kept of the input.
+        groups: Of the weight's rows: what is computed here has them filled up, y and dy too.
+        y_dtype: Dtype of y; None: that of x.
+        part: How to compute with the parts of the parameters that are held here.
+        adds_bias: Whether the bias is added here.
     """
 
     recipe: LinearRecipe
@@ -122,24 +128,31 @@ class LinearCall:
     weight_version: int
     has_backward: bool
     record_saved: Callable[[int], None]
+    groups: RowGroups = NO_GROUPS
+    y_dtype: torch.dtype | None = None
+    part: ParameterPart = WHOLE
+    adds_bias: bool = True
 
     def forward(self, x: Tensor, weight: Tensor, *, needs_dx: bool, needs_dw: bool) -> tuple[Tensor, Saved]:
-        """Return y [T, out_features] in the dtype of x, and what the gradients that are needed need."""
+        """Return y [T, out_features], and what the gradients that are needed need."""
+        y_dtype = self.y_dtype or x.dtype
         if self.recipe.pair is not None:
             tools = self._tools(needs_dx=needs_dx, needs_dw=needs_dw)
-            y, tensors = resolve(self.recipe.pair).forward(x, weight.to(x.dtype), tools, **(self.recipe.args or {}))
-            return _checked(y, self.recipe.pair, (x.shape[0], weight.shape[0])).to(x.dtype), Saved(tuple(tensors))
+            padded = self._padded(weight, x.dtype)
+            y, tensors = resolve(self.recipe.pair).forward(x, padded, tools, **(self.recipe.args or {}))
+            return _checked(y, self.recipe.pair, (x.shape[0], padded.shape[0])).to(y_dtype), Saved(tuple(tensors))
         stored_x = None
         if self.recipe.fprop.gemm is not None:
-            y = self._outside("fprop", self.recipe.fprop, x, weight.to(x.dtype))
-            y = _checked(y, self.recipe.fprop.gemm, (x.shape[0], weight.shape[0])).to(x.dtype)
+            padded = self._padded(weight, x.dtype)
+            y = self._outside("fprop", self.recipe.fprop, x, padded)
+            y = _checked(y, self.recipe.fprop.gemm, (x.shape[0], padded.shape[0])).to(y_dtype)
         else:
             if needs_dw and self.recipe.wgrad.gemm is None and self.rounder.rounds_both("fprop.x", "wgrad.x", x):
                 rounded_x, stored_x = self.rounder.store_both("fprop.x", "wgrad.x", x)
                 operand = rounded_x.to_gemm_operand()
             else:
                 operand = self.rounder.round("fprop.x", x)
-            y = self._multiply(operand, self._weight("fprop.w", weight), x.dtype)
+            y = self._multiply(operand, self._weight("fprop.w", weight), y_dtype)
         if needs_dw and stored_x is None:
             stored_x = self._saved_input(x)
         return y, Saved.of(w=self._saved_weight(weight) if needs_dx else None, x=stored_x)
@@ -190,15 +203,20 @@ class LinearCall:
 
     def _saved_weight(self, weight: Tensor) -> StoredOperand:
         if self.recipe.dgrad.gemm is not None:
-            return _as_it_is(weight)
-        return self.weights.operand("dgrad.w", weight, rounder=self.rounder, version=self.weight_version)
+            return _as_it_is(self._padded(weight, weight.dtype))
+        return self._weight_operand("dgrad.w", weight)
 
     def _saved_input(self, x: Tensor) -> StoredOperand:
         return _as_it_is(x) if self.recipe.wgrad.gemm is not None else self.rounder.store("wgrad.x", x)
 
     def _weight(self, name: str, weight: Tensor) -> Operand:
-        operand = self.weights.operand(name, weight, rounder=self.rounder, version=self.weight_version)
-        return operand.to_gemm_operand()
+        return self._weight_operand(name, weight).to_gemm_operand()
+
+    def _weight_operand(self, name: str, weight: Tensor) -> StoredOperand:
+        return self.weights.operand(name, weight, rounder=self.rounder, version=self.weight_version, groups=self.groups)
+
+    def _padded(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.groups.pad(weight.to(dtype), dim=0)
 
     def _multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
         return exact_gemm(a, b, mode=self.gemm, out_dtype=out_dtype)

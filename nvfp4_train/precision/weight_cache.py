@@ -8,6 +8,7 @@ from torch import Tensor
 from nvfp4_train.numerics.spec import OperandSpec
 from nvfp4_train.precision.arriving_weight import ArrivingWeight
 from nvfp4_train.precision.operands import OperandRounder, StoredOperand
+from nvfp4_train.precision.row_groups import NO_GROUPS, RowGroups
 
 
 @dataclass
@@ -25,8 +26,10 @@ class WeightCache:
     arriving: ArrivingWeight | None = None
     _entries: dict[str, tuple[Tensor, tuple[object, ...], StoredOperand]] = field(default_factory=dict)
 
-    def operand(self, name: str, weight: Tensor, *, rounder: OperandRounder, version: int) -> StoredOperand:
-        """Return `fprop.w` or `dgrad.w` of `weight` [out_features, in_features].
+    def operand(
+        self, name: str, weight: Tensor, *, rounder: OperandRounder, version: int, groups: RowGroups = NO_GROUPS
+    ) -> StoredOperand:
+        """Return `fprop.w` or `dgrad.w` of `weight` [out_features, in_features], with its groups of rows filled up.
 
         In high precision that is the parameter itself, cast when it is used, so that nothing is kept twice. What is
         quantized is the BF16 cast of the weight, in every engine: FSDP2 hands out BF16 weights, a plain model FP32
@@ -34,9 +37,9 @@ class WeightCache:
         """
         specs = rounder.specs
         if name == "dgrad.w" and is_shared(specs):
-            return self.operand("fprop.w", weight, rounder=rounder, version=version).transposed()
+            return self.operand("fprop.w", weight, rounder=rounder, version=version, groups=groups).transposed()
         if not specs[name].is_quantized:
-            return rounder.store(name, weight if self.arriving is None else self.arriving.whole())
+            return rounder.store(name, groups.pad(weight if self.arriving is None else self.arriving.whole(), dim=0))
         if self.arriving is not None:
             operand = self.arriving.operand()
             if specs[name].has_amax:
@@ -45,7 +48,7 @@ class WeightCache:
         state = (version, weight._version, specs[name], rounder.stream(name))
         entry = self._entries.get(name)
         if entry is None or entry[0] is not weight or entry[1] != state:
-            entry = (weight, state, rounder.store(name, weight.to(torch.bfloat16)))
+            entry = (weight, state, rounder.store(name, groups.pad(weight.to(torch.bfloat16), dim=0)))
             self._entries[name] = entry
         return entry[2]
 

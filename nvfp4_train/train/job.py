@@ -109,6 +109,7 @@ class Job:
             data.check_lasts(run=cfg.run, batch=cfg.batch)
             if changes:
                 self.say("\n".join(["the data changed:", *(f"    {change}" for change in changes)]))
+            utilization = self._utilization()  # of whole layers, before ranks hold parts of them
             engine = build_engine(
                 self.prepared,
                 mesh=self.mesh,
@@ -128,18 +129,18 @@ class Job:
                 evaluation=self._evaluation(data),
                 pace=self.pace,
                 state=state,
-                callbacks=[*self._callbacks(data, sinks), signals],
+                callbacks=[*self._callbacks(data, sinks, utilization), signals],
             )
             trainer.fit(evaluate_first=not self.start.is_own)
         if trainer.stop_reason is not None:
             self.say(f"{trainer.stop_reason}; saved at step {state.step}, the same command continues")
         return signals.received
 
-    def _callbacks(self, data: TrainingData, sinks: list[Sink]) -> list[Callback]:
+    def _callbacks(self, data: TrainingData, sinks: list[Sink], utilization: Utilization) -> list[Callback]:
         cfg = self.loaded.cfg
         callbacks: list[Callback] = [
             StopOnNonFinite(),
-            MetricsLogging(sinks, interval_steps=cfg.logging.interval_steps, utilization=self._utilization()),
+            MetricsLogging(sinks, interval_steps=cfg.logging.interval_steps, utilization=utilization),
         ]
         if cfg.logging.profile.num_steps:
             folder = self.folder.path / "profile"

@@ -54,7 +54,7 @@ def build_utilization(
     A sequence counts as one document: shorter ones need less attention, so that utilization is overstated by that.
 
     Args:
-        model: Before or after it is sharded.
+        model: Before it is spread over ranks.
         plan: What each of its Linears multiplies.
         sequence_length: Tokens of a sequence.
         device: One of them; all are alike.

@@ -98,3 +98,33 @@ def test_a_width_matters_where_a_linear_that_has_it_is_quantized(keep, keys):
         assert [problem.key for problem in problems_of(lambda: replace(TINY, model=model, recipe=recipe))] == keys
     else:
         assert replace(TINY, model=model, recipe=recipe).model.mlp.d_ff == 100
+
+
+TENSOR_PARALLEL = (
+    "experiment=tiny",
+    "model.mamba.num_groups=2",
+    "recipe.keep_bf16.first_blocks=0",
+    "recipe.keep_bf16.last_blocks=0",
+)
+
+
+def test_a_rank_s_part_of_a_width_is_judged_and_not_the_whole():
+    """48 columns are three blocks of 16, and half of them one and a half."""
+    assert composed(*TENSOR_PARALLEL, "model.mlp.d_ff=48").model.mlp.d_ff == 48
+    problem = load_problems(*TENSOR_PARALLEL, "model.mlp.d_ff=48", "parallel.tp_degree=2")["model.mlp.d_ff"]
+    assert "a rank holds 24" in problem.rule
+    assert "multiples of 16" in problem.rule
+
+
+def test_an_odd_multiple_of_a_block_is_fine():
+    """The Mamba projection of 18560 rows over 8 ranks: 2320 = 145 x 16."""
+    cfg = composed("model=nemotron_h_8b", "recipe=nvfp4_all_blocks", "parallel.tp_degree=8")
+    assert 18560 // cfg.parallel.tp_degree == 145 * 16
+
+
+def test_blocks_of_32_are_not_cut_either():
+    """A group of 304 rows is 19 blocks of 16; its codes would depend on the rank's neighbours with blocks of 32."""
+    groups = ("model.mamba.num_heads=32", "model.mamba.d_head=8", "model.mamba.d_state=16")
+    assert composed(*TENSOR_PARALLEL, *groups, "parallel.tp_degree=2").model.mamba.num_groups == 2
+    found = load_problems(*TENSOR_PARALLEL, *groups, "parallel.tp_degree=2", "recipe=mxfp4")
+    assert "multiples of 32" in found["model.mamba.num_heads"].rule

@@ -48,6 +48,20 @@ def test_nvfp4_rounds_the_same_way(runs: RunDirs):
 
 
 @pytest.mark.distributed
+def test_two_ranks_that_share_every_layer_train_as_one_and_one_goes_on(module_dirs: RunDirs):
+    model = ["model.mamba.num_groups=2", "recipe=nvfp4", "parallel.tp_reduce_dtype=fp32"]
+    done = module_dirs.run("tp", *model, "parallel.tp_degree=2", "run.stop_after_steps=2", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert module_dirs.train("tp", *model, "run.stop_after_steps=3") == 0
+    assert module_dirs.train("tp_not", *model, "run.stop_after_steps=3") == 0
+    for found, expected in zip(module_dirs.rows("tp"), module_dirs.rows("tp_not"), strict=True):
+        for key in (key for key in LOSSES if key in expected):
+            assert found[key] == pytest.approx(expected[key], rel=2e-3)
+        # FLOPs are those of whole layers.
+        assert found.get("perf/fp4_flops_share") == expected.get("perf/fp4_flops_share")
+
+
+@pytest.mark.distributed
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs: RunDirs):
     assert runs.train("fp32_2", "recipe=fp32", "run.stop_after_steps=5") == 0
     assert runs.train("fp32_1", "recipe=fp32", "run.stop_after_steps=5") == 0

@@ -1,10 +1,11 @@
 """What FSDP2 does to dtypes and gradients, which the engine relies on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.data.batch import Batch
@@ -12,7 +13,14 @@ from nvfp4_train.engine.build import build_engine, prepare_model
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.init import init_parameters
 from nvfp4_train.parallel.apply import parallelize
-from nvfp4_train.parallel.fsdp import apply_fsdp, fsdp_modules, prepare_backward, reshard
+from nvfp4_train.parallel.fsdp import (
+    _place_experts,
+    _reshard_experts,
+    apply_fsdp,
+    fsdp_modules,
+    prepare_backward,
+    reshard,
+)
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh, build_mesh
 from nvfp4_train.parallel.runtime import Runtime
@@ -183,6 +191,58 @@ def test_no_weight_stays_gathered_after_a_step_or_an_evaluation(on_two_ranks):
             assert case.gathered == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("size", "num_shards", "expected"), [(2, 4, 2), (4, 2, True), (4, 6, True), (True, 4, True), (False, 4, False)]
+)
+def test_experts_are_freed_wholly_where_a_copy_does_not_fit(size, num_shards, expected):
+    assert _reshard_experts(size, num_shards=num_shards) is expected
+
+
+def few_experts(runtime: Runtime) -> tuple[str, dict[str, Tensor]]:
+    """Two experts on four ranks, which would leave two without work if experts were not cut."""
+    mesh = build_mesh(parallel_layout(), runtime)
+    model = build_with_experts()
+    parallelize(
+        model, mesh=mesh, parallel_cfg=parallel_layout(), engine_cfg=torch_engine(), compute_dtype=torch.float32
+    )
+    materialize(model, mesh=mesh, seed=0)
+    run_step(model, tiny_batches(step=0)[mesh.dp_rank :: mesh.dp_degree])
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return str(model.blocks[0].mixer.experts.up_proj.weight.placements), gradients
+
+
+def build_with_experts() -> HybridLM:
+    cfg = tiny_model("E")
+    cfg = replace(cfg, moe=replace(cfg.moe, num_experts=2, top_k=1))
+    with torch.device("meta"):
+        model = HybridLM(cfg)
+    apply_precision(model, cast_recipe(ComputeDtype.fp32), seed=0)
+    return model
+
+
+@pytest.mark.distributed
+def test_experts_that_are_fewer_than_ranks_are_cut():
+    plain = build_with_experts().to_empty(device="cpu")
+    init_parameters(plain, plain.cfg, seed=0)
+    for batch in tiny_batches(step=0):
+        loss = plain(
+            batch.tokens, document_ids=batch.document_ids, position_ids=batch.position_ids, labels=batch.labels
+        )
+        (loss / 100).backward()
+    for placements, gradients in run_on_ranks(few_experts, 4):
+        assert placements == "(Shard(dim=1),)"
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "out_features", "dim"), [(8, 64, 0), (4, 64, 0), (2, 64, 1), (2, 66, 0)], ids=str
+)
+def test_experts_are_cut_where_they_are_few_and_can_be(num_experts, out_features, dim):
+    parameter = nn.Parameter(torch.empty(num_experts, out_features, 16))
+    assert _place_experts(parameter, num_shards=4) == Shard(dim)
+
+
 def test_a_plain_module_has_no_groups():
     assert fsdp_modules(nn.Linear(2, 2)) == []
 
@@ -205,7 +265,7 @@ def reshard_to_neighbours(runtime: Runtime) -> tuple[list[tuple[float, float]], 
     with pytest.raises(ValueError, match=r"engine.reshard_ranks = 3 must divide the 4 ranks") as caught:
         apply_fsdp(
             model,
-            mesh=build_mesh(parallel_layout(), runtime).fsdp_mesh,
+            mesh=build_mesh(parallel_layout(), runtime),
             compute_dtype=torch.float32,
             reshard_after_forward=3,
         )

@@ -468,3 +468,27 @@ def test_from_linear_hands_over_the_parameters_themselves():
     assert list(quantized.state_dict()) == ["weight", "bias"]
     assert not quantized.training
     assert "recipe=test" in repr(quantized)
+
+
+def test_results_can_stay_fp32():
+    linear = make_linear(nvfp4_table())
+    x, dy = make_data()
+    rounded = run(linear, x, dy)
+    linear.output_dtype = torch.float32
+    found = run(linear, x, dy.float())
+    assert found["y"].dtype is torch.float32
+    assert torch.equal(found["y"].bfloat16(), rounded["y"])
+    assert not torch.equal(found["y"], rounded["y"].float())
+    assert torch.equal(found["dw"], rounded["dw"])
+
+
+def test_a_bias_can_be_left_to_another_rank():
+    """Its gradient is that of the sum all the same."""
+    linear = make_linear(cast_table(Format.fp32), bias=True)
+    x, dy = make_data(torch.float32)
+    with_bias = run(linear, x, dy)
+    gradient = linear.bias.grad.clone()
+    linear.adds_bias = False
+    without = run(linear, x, dy)
+    torch.testing.assert_close(without["y"] + linear.bias.detach(), with_bias["y"])
+    assert torch.equal(linear.bias.grad, gradient)

@@ -15,7 +15,7 @@ from nvfp4_train.config.optimizer import (
     UpdateScale,
     WeightDecayShape,
 )
-from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
 
@@ -94,6 +94,8 @@ def parallel_layout(
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    sequence_parallel: bool = True,
+    tp_reduce_dtype: ReduceDtype = ReduceDtype.fp32,
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none,
     compile: Compile = Compile.none,
 ) -> ParallelConfig:
@@ -104,6 +106,8 @@ def parallel_layout(
         cp_degree=cp,
         tp_degree=tp,
         ep_degree=ep,
+        sequence_parallel=sequence_parallel,
+        tp_reduce_dtype=tp_reduce_dtype,
         activation_checkpoint=activation_checkpoint,
         compile=compile,
     )
