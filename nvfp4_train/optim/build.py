@@ -19,6 +19,15 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
         model: Parameters are FP32 tensors or DTensors, on their final device.
         cfg: One of the leaf classes of the `optimizer` group.
     """
+    optimizer = build_stateless(model, cfg)
+    match optimizer:
+        case torch.optim.AdamW():
+            _allocate_adamw_state(optimizer)
+    return optimizer
+
+
+def build_stateless(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
+    """Build the optimizer without its state, for an engine that puts shards in the place of the parameters."""
     groups = split_by_decay(model)
     parameter_groups = [
         {"params": list(groups.decayed.values()), "decays": True},
@@ -28,11 +37,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
         case AdamWConfig():
             # Learning rate and weight decay come with each step. Fused: one pass over memory, and the only variant that
             # reads `found_inf`.
-            optimizer = torch.optim.AdamW(
-                parameter_groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True
-            )
-            _allocate_adamw_state(optimizer)
-            return optimizer
+            return torch.optim.AdamW(parameter_groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
     raise AssertionError(f"no optimizer for {type(cfg).__name__}")
 
 

@@ -16,8 +16,12 @@ class WeightCache:
     They depend on the parameter object, on its values, on the spec and on the random bytes. Whether the values
     changed is told by the caller's counter and by PyTorch's own: the latter sees every in-place update of an
     unsharded parameter, but stays 0 under FSDP2, where the parameter of a forward is refilled and not updated.
+
+    Args:
+        parameter: What the weights are slices of, where they are: then the slices may be new objects each time.
     """
 
+    parameter: Tensor | None = None
     _entries: dict[str, tuple[Tensor, tuple[object, ...], StoredOperand]] = field(default_factory=dict)
 
     def operand(self, name: str, weight: Tensor, *, rounder: OperandRounder, version: int) -> StoredOperand:
@@ -34,8 +38,9 @@ class WeightCache:
             return rounder.store(name, weight)
         state = (version, weight._version, specs[name], rounder.stream(name))
         entry = self._entries.get(name)
-        if entry is None or entry[0] is not weight or entry[1] != state:
-            entry = (weight, state, rounder.store(name, weight.to(torch.bfloat16)))
+        parameter = weight if self.parameter is None else self.parameter
+        if entry is None or entry[0] is not parameter or entry[1] != state:
+            entry = (parameter, state, rounder.store(name, weight.to(torch.bfloat16)))
             self._entries[name] = entry
         return entry[2]
 

@@ -1,0 +1,282 @@
+"""The engine made of DeepSpeed's ZeRO, stages 1 to 3.
+
+DeepSpeed runs in FP32: model code casts each weight to the compute dtype itself, so that the small modules see FP32
+values, the quantizer sees the BF16 cast of the master, and gradients of weights are FP32, as in the torch engine. It
+averages gradients over ranks, which the loss undoes: here they are sums of a loss that is divided already.
+"""
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nvfp4_train.checkpoint.error import CheckpointError
+from nvfp4_train.checkpoint.folder import read_info, sync_directory
+from nvfp4_train.checkpoint.load import check_engine, check_same_shapes
+from nvfp4_train.checkpoint.save import save_files
+from nvfp4_train.checkpoint.state import common_tensors
+from nvfp4_train.checkpoint.zero_files import COMMON, TAG, ZeroHeader, read_header
+from nvfp4_train.config.engine import LAST_STAGE, DeepSpeedEngineConfig, OffloadDevice
+from nvfp4_train.data.batch import Batch
+from nvfp4_train.engine.base import Forward, LossSum
+from nvfp4_train.model.block import Block
+from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.model.router import balance_experts
+from nvfp4_train.optim.update import set_schedule
+from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.precision.amax_history import end_step
+from nvfp4_train.precision.coverage import PrecisionPlan
+from nvfp4_train.precision.high_precision import high_precision
+
+
+class DeepSpeedEngine:
+    """See `Engine`. Other than there, a step waits for the device: DeepSpeed looks at the gradient norm.
+
+    Args:
+        model: Plain, with values, on its device; DeepSpeed takes its parameters over.
+        optimizer: From `build_stateless`.
+        mesh: Of all ranks, which all share the data axes.
+        plan: Of the precision pass, as for the torch engine.
+        cfg: How DeepSpeed shards and offloads.
+        max_grad_norm: Largest global gradient norm; 0 does not clip.
+    """
+
+    name = "deepspeed"
+
+    def __init__(
+        self,
+        model: HybridLM,
+        *,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        plan: PrecisionPlan,
+        cfg: DeepSpeedEngineConfig,
+        max_grad_norm: float,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.step = 0
+        self._optimizer = optimizer
+        self._position = plan.position
+        self._after_step = plan.after_step
+        self._stage = cfg.zero_stage
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._deepspeed = import_deepspeed(mesh.device)
+        for block in _blocks_run_once(model):
+            self._deepspeed.utils.set_z3_leaf_module(block, True)
+        self._zero, *_ = self._deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(cfg, max_grad_norm=max_grad_norm),
+            dist_init_required=False,
+        )
+        # A script for DeepSpeed's users would be copied into each checkpoint, and rank 0 alone would fail at a full disk.
+        self._zero._copy_recovery_script = lambda save_path: None
+
+    def forward_backward(self, batches: list[Batch], denominator: Tensor) -> Tensor:
+        """Add up the gradients of one step; see `Engine`."""
+        total = torch.zeros((), device=self.mesh.device)
+        for index, batch in enumerate(batches):
+            self._zero.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            loss_sum = self._forward(batch)
+            self._zero.backward(loss_sum / denominator * self.mesh.dp_degree, scale_wrt_gas=False)
+            total += loss_sum.detach()
+        return self.mesh.sum_over_data(total) / denominator
+
+    def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
+        """Clip the gradients, update the parameters and forget the gradients; see `Engine`."""
+        set_schedule(self._optimizer, lr=lr, weight_decay=weight_decay)
+        self._zero.step()  # which leaves everything as it was where the norm is not finite
+        norm = torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.mesh.device)
+        skip = (~norm.isfinite()).to(torch.float32)
+        balance_experts(self.model, sum_over_data=self.mesh.sum_over_data, skip=skip)
+        self.step += 1
+        end_step(self.model, largest_over_ranks=self.mesh.max_over_data)
+        if self._after_step is not None:
+            with self._whole_parameters():
+                self._after_step(self.model, step=self.step)
+        self._position.weights_changed()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, *, forward: Forward) -> LossSum:
+        """Take the loss of one microbatch per rank; see `Engine`."""
+        with high_precision(self._position) if forward is Forward.bf16 else nullcontext():
+            loss_sum = self._forward(batch)
+        num_labels = batch.num_labels().to(self.mesh.device)
+        return LossSum(loss_sum=self.mesh.sum_over_data(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
+
+    def save(self, path: Path, metadata: dict[str, Any]) -> None:
+        """Save a checkpoint; see `Engine`."""
+        save_files(path, self._write, engine=self.name, step=self.step, metadata=metadata)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Continue from a checkpoint of as many ranks, of the same stage or of 1 and 2; see `Engine`.
+
+        Raises:
+            CheckpointError: also for another number of ranks and the other stages, which DeepSpeed cannot load.
+        """
+        info = read_info(path)
+        check_engine(path, info, engine=self.name)
+        header = read_header(path)
+        self._check_layout(path, header)
+        common = common_tensors(self.model)
+        check_same_shapes(path, header.shapes, self._shapes | {name: tensor.shape for name, tensor in common.items()})
+        self._zero.load_checkpoint(str(path), tag=TAG)
+        for name, tensor in common.items():
+            tensor.copy_(header.common[name])
+        self.step = info.step
+        self._position.weights_changed()
+        return info.metadata
+
+    def close(self) -> None:
+        """Free what DeepSpeed holds; the model cannot be used afterwards."""
+        self._zero.destroy()
+
+    def _write(self, folder: Path) -> None:
+        """Write this rank's files.
+
+        DeepSpeed waits for all ranks after it wrote: a rank that cannot write has to come along.
+        """
+        writer = _DurableWriter(self._zero.checkpoint_engine)
+        self._zero.checkpoint_engine = writer
+        try:
+            self._zero.save_checkpoint(
+                str(folder), tag=TAG, client_state={COMMON: common_tensors(self.model)}, save_latest=False
+            )
+        finally:
+            self._zero.checkpoint_engine = writer.engine
+        if writer.problem is not None:
+            raise writer.problem
+        sync_directory(folder / TAG)
+
+    def _check_layout(self, path: Path, header: ZeroHeader) -> None:
+        found = (header.stage == LAST_STAGE, header.num_ranks)
+        if found != (self._stage == LAST_STAGE, self.mesh.dp_degree):
+            raise CheckpointError(
+                f"{path} was saved with zero_stage {header.stage} on {header.num_ranks} ranks, this run has "
+                f"{self._stage} on {self.mesh.dp_degree}, and DeepSpeed does not reshard\n"
+                f"    fix: use the same, or go on with engine=torch: python scripts/convert_checkpoint.py {path} TO"
+            )
+
+    @contextmanager
+    def _whole_parameters(self) -> Iterator[None]:
+        """Let the model's parameters be read and changed inside the block; the changes of rank 0 are those that stay."""
+        parameters = list(self.model.parameters())
+        with self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            yield
+        self._zero.optimizer.refresh_fp32_params()
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Return the sum of the cross-entropy over this rank's microbatch."""
+        self._position.start_microbatch(step=self.step, row_offset=batch.microbatch_index * batch.tokens.numel())
+        local = batch.to(self.mesh.device)
+        loss: Tensor = self._zero(
+            local.tokens, document_ids=local.document_ids, position_ids=local.position_ids, labels=local.labels
+        )
+        return loss
+
+
+class _DurableWriter:
+    """Stands in for what writes DeepSpeed's files: they are on disk when it returns, and it keeps its first problem.
+
+    Args:
+        engine: DeepSpeed's own, which does all the rest.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.problem: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        try:
+            with Path(path).open("wb") as file:
+                torch.save(state_dict, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            self.problem = self.problem or error
+
+
+def _blocks_run_once(model: HybridLM) -> list[Block]:
+    """Return the blocks that stage 3 gathers as one, as FSDP2 does.
+
+    DeepSpeed reduces the gradients of such a module when its backward ends, once: blocks that several depths of
+    multi-token prediction share are left out, and their modules are gathered one by one.
+    """
+    is_shared = model.num_mtp_depths > len(model.mtp)
+    stacks = [model.blocks] if is_shared else [model.blocks, *(depth.blocks for depth in model.mtp.children())]
+    return [block for stack in stacks for block in stack.children()]
+
+
+def deepspeed_config(cfg: DeepSpeedEngineConfig, *, max_grad_norm: float) -> dict[str, Any]:
+    """Return what `deepspeed.initialize` is told."""
+    zero = {
+        "stage": cfg.zero_stage,
+        "overlap_comm": cfg.overlap_comm,
+        "reduce_bucket_size": cfg.reduce_bucket_size,
+        "allgather_bucket_size": cfg.allgather_bucket_size,
+        "stage3_prefetch_bucket_size": cfg.prefetch_bucket_size,
+        "stage3_param_persistence_threshold": cfg.param_persistence_threshold,
+        "offload_optimizer": _device(cfg.offload_optimizer),
+        "offload_param": _device(cfg.offload_param),
+    }
+    return {
+        # The engine says itself which microbatch is the last of a step, and divides the loss itself.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        # PyTorch's AdamW, on the host too: DeepSpeed's own needs a compiler at run time.
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {key: value for key, value in zero.items() if value is not None},
+        "steps_per_print": None,
+    }
+
+
+def _device(device: OffloadDevice) -> dict[str, str] | None:
+    return None if device is OffloadDevice.none else {"device": device.value}
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Import DeepSpeed, and let it use the process group that exists.
+
+    Raises:
+        ValueError: if it is not installed, or computes on another kind of device.
+    """
+    logging.disable(logging.WARNING)  # on a machine without a GPU the import says so
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+        backend = importlib.import_module("deepspeed.comm.torch")
+    except ImportError as error:
+        raise ValueError(
+            f"engine=deepspeed needs DeepSpeed, which cannot be imported: {error}\n"
+            "    fix: pip install 'nvfp4-train[deepspeed]', or use engine=torch"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    found = deepspeed.accelerator.get_accelerator().device_name()
+    if found != device.type:
+        raise ValueError(
+            f"run.device: this rank computes on {device.type}, DeepSpeed on {found}\n"
+            f"    fix: set DS_ACCELERATOR={device.type} in the environment of the launcher, or use run.device={found}"
+        )
+    # DeepSpeed 0.19 compiles shared-memory collectives for CPUs whenever it meets a process group, and fails without a
+    # compiler; gloo does without them. https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/torch.py
+    backend.build_shm_op = _no_shared_memory_op
+    deepspeed.init_distributed(dist_init_required=False)
+    return deepspeed
+
+
+def _no_shared_memory_op() -> None:
+    return None
