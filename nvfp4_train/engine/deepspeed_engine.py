@@ -1,8 +1,8 @@
 """The engine made of DeepSpeed's ZeRO, stages 1 to 3.
 
 DeepSpeed runs in FP32: model code casts each weight to the compute dtype itself, so that the small modules see FP32
-values, the quantizer sees the BF16 cast of the master, and gradients of weights are FP32, as in the torch engine. It
-averages gradients over ranks, which the loss undoes: here they are sums of a loss that is divided already.
+values, the quantizer sees the BF16 cast of the master, and gradients of weights are FP32, as in the torch engine.
+Gradients are summed over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
 """
 
 import importlib
@@ -78,6 +78,11 @@ class DeepSpeedEngine:
             config=deepspeed_config(cfg, max_grad_norm=max_grad_norm),
             dist_init_required=False,
         )
+        self._loss_factor = 1
+        if cfg.zero_stage == LAST_STAGE:
+            # It averages gradients in any case, but undoes a loss scale after that: 1 / ranks, which the loss takes back.
+            self._loss_factor = mesh.dp_degree
+            self._zero.optimizer.override_loss_scale(1 / mesh.dp_degree)
         # A script for DeepSpeed's users would be copied into each checkpoint, and rank 0 alone would fail at a full disk.
         self._zero._copy_recovery_script = lambda save_path: None
 
@@ -87,7 +92,7 @@ class DeepSpeedEngine:
         for index, batch in enumerate(batches):
             self._zero.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss_sum = self._forward(batch)
-            self._zero.backward(loss_sum / denominator * self.mesh.dp_degree, scale_wrt_gas=False)
+            self._zero.backward(loss_sum / denominator * self._loss_factor, scale_wrt_gas=False)
             total += loss_sum.detach()
         return self.mesh.sum_over_data(total) / denominator
 
@@ -237,6 +242,7 @@ def deepspeed_config(cfg: DeepSpeedEngineConfig, *, max_grad_norm: float) -> dic
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
+        "gradient_allreduce_op": "mean" if cfg.zero_stage == LAST_STAGE else "sum",
         # PyTorch's AdamW, on the host too: DeepSpeed's own needs a compiler at run time.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {key: value for key, value in zero.items() if value is not None},

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nvfp4_train.checkpoint.error import CheckpointError
-from nvfp4_train.checkpoint.state import common_tensors
+from nvfp4_train.checkpoint.zero_files import read_state
 from nvfp4_train.config.engine import DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
@@ -23,7 +22,7 @@ from nvfp4_train.engine.base import Forward
 from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine, deepspeed_config
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.train.metrics import find_non_finite_parameter
-from tests.support.deepspeed import needs_deepspeed, whole_state
+from tests.support.deepspeed import flat, needs_deepspeed, whole_state
 from tests.support.engines import add_gradients, build_tiny_engine, train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
@@ -33,8 +32,9 @@ from tests.support.tiny import SEQUENCE_LENGTH, data_parallel, deepspeed_engine,
 pytestmark = [needs_deepspeed, pytest.mark.distributed]
 
 STAGES = (1, 2, 3)
-NUM_STEPS = 10
-SAVED_STEP = 3
+NUM_STEPS = 10  # in FP32
+NUM_STEPS_NVFP4 = 5
+SAVED_STEP = 2
 FP32 = cast_recipe(ComputeDtype.fp32)
 HALVING = replace(FP32, after_optimizer="tests.support.outside:halve", after_optimizer_args={"after": 1})
 
@@ -87,13 +87,13 @@ def evaluated(engine: Any, batches: list[Any]) -> list[tuple[float, float]]:
     ]
 
 
-def poison(engine: DeepSpeedEngine, runtime: Runtime) -> dict[str, Any]:
+def poison(engine: DeepSpeedEngine, runtime: Runtime, path: Path) -> dict[str, Any]:
     """Make the loss of one rank infinite: its gradients are not finite."""
-    before = whole_state(engine) | common_tensors(engine.model)
+    before = whole_state(engine, path)
     denominator = torch.tensor(1e-38 if runtime.rank == runtime.world_size - 1 else 1.0)
     engine.forward_backward(tiny_batches(step=50)[:1], denominator)
     norm = engine.optimizer_step(lr=1e-2, weight_decay=0.1).item()
-    after = whole_state(engine) | common_tensors(engine.model)
+    after = whole_state(engine, path)
     return {
         "norm": norm,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
@@ -107,27 +107,26 @@ def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     found["fp32"] = trained(runtime, FP32, cfg, NUM_STEPS)
     found["predictor"] = trained(runtime, FP32, cfg, 3, model=predictor())
     for mode in (ActivationCheckpoint.block, ActivationCheckpoint.selective):
-        found[mode.value] = trained(
-            runtime, FP32, cfg, 3, model=predictor(), parallel=data_parallel(activation_checkpoint=mode)
-        )
+        parallel = data_parallel(activation_checkpoint=mode)
+        found[mode.value] = trained(runtime, FP32, cfg, 2, model=predictor(), parallel=parallel)
     found["halved"] = trained(runtime, HALVING, cfg, 3)
     nvfp4 = build(runtime, nvfp4_recipe(), cfg)
     with recorded_rounding() as found["rounding"]:
         found["nvfp4"] = train(nvfp4, range(1))
     found["nvfp4"] += train(nvfp4, range(1, SAVED_STEP))
-    path = folder / f"stage_{stage}/step_00000003"
+    path = folder / f"stage_{stage}/step_00000002"
     nvfp4.save(path, {"tokens": 384})
-    found["saved"] = whole_state(nvfp4) | common_tensors(nvfp4.model)
+    found["saved"] = flat(read_state(path))
     found["evaluated"] = evaluated(nvfp4, tiny_batches(step=99)[runtime.rank : runtime.rank + 1])
-    found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS))
+    found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS_NVFP4))
     found["finite"] = find_non_finite_parameter(nvfp4.model)
-    found["poisoned"] = poison(nvfp4, runtime)
+    found["poisoned"] = poison(nvfp4, runtime, folder / f"poisoned_{stage}/step_00000005")
     nvfp4.close()
     resumed = build(runtime, nvfp4_recipe(), cfg, seed=7)
     found["metadata"] = resumed.load(path)
-    found["loaded"] = whole_state(resumed) | common_tensors(resumed.model)
+    found["loaded"] = whole_state(resumed, folder / f"again_{stage}/step_00000002")
     resumed._position.seed = 0
-    found["continued"] = train(resumed, range(SAVED_STEP, NUM_STEPS))
+    found["continued"] = train(resumed, range(SAVED_STEP, NUM_STEPS_NVFP4))
     resumed.close()
     return found
 
@@ -142,8 +141,8 @@ def loading_error(runtime: Runtime, path: Path, cfg: DeepSpeedEngineConfig, mode
 
 def run_two_ranks(runtime: Runtime, folder: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {stage: run_stage(runtime, stage, folder) for stage in STAGES}
-    found["options"] = {name: trained(runtime, FP32, cfg, 4) for name, cfg in OPTIONS.items()}
-    paths = {name: folder / name / "step_00000003" for name in ("torch", "stage_1", "stage_3")}
+    found["options"] = {name: trained(runtime, FP32, cfg, 3) for name, cfg in OPTIONS.items()}
+    paths = {name: folder / name / "step_00000002" for name in ("torch", "stage_1", "stage_3")}
     found["errors"] = {
         "engine": loading_error(runtime, paths["torch"], deepspeed_engine(1), hybrid()),
         "stage": loading_error(runtime, paths["stage_1"], deepspeed_engine(3), hybrid()),
@@ -151,7 +150,7 @@ def run_two_ranks(runtime: Runtime, folder: Path) -> dict[Any, Any]:
     }
     second = build(runtime, nvfp4_recipe(), deepspeed_engine(2))
     second.load(paths["stage_1"])
-    found["stage_1_in_2"] = train(second, range(SAVED_STEP, NUM_STEPS))
+    found["stage_1_in_2"] = train(second, range(SAVED_STEP, NUM_STEPS_NVFP4))
     second.close()
     return found
 
@@ -177,9 +176,9 @@ def one(runtime, folder) -> dict[str, Any]:
     with recorded_rounding() as found["rounding"]:
         found["nvfp4"] = train(nvfp4, range(1))
     found["nvfp4"] += train(nvfp4, range(1, SAVED_STEP))
-    nvfp4.save(folder / "torch/step_00000003", {"tokens": 384})
+    nvfp4.save(folder / "torch/step_00000002", {"tokens": 384})
     found["evaluated"] = evaluated(nvfp4, tiny_batches(step=99)[:2])
-    found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS))
+    found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS_NVFP4))
     return found
 
 
@@ -276,7 +275,7 @@ def test_a_non_finite_gradient_of_one_rank_is_skipped_by_all(two, stage):
         poisoned = found[stage]["poisoned"]
         assert not math.isfinite(poisoned["norm"])
         assert poisoned["unchanged"]
-        assert poisoned["step"] == NUM_STEPS + 1
+        assert poisoned["step"] == NUM_STEPS_NVFP4 + 1
         assert all(math.isfinite(value) for value in poisoned["next"][0])
         assert found[stage]["finite"] is None
 

@@ -1,10 +1,13 @@
 """Where DeepSpeed is installed, and its state put together."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from nvfp4_train.checkpoint.state import State
+from nvfp4_train.checkpoint.zero_files import read_state
 from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine
 
 needs_deepspeed = pytest.mark.skipif(
@@ -12,13 +15,15 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-def whole_state(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Copies of the full masters, and of the optimizer state where there is one; all ranks must call it."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+def flat(state: State) -> dict[str, Tensor]:
+    """Name every tensor of a state."""
+    tensors = {name: tensor.clone() for name, tensor in state["model"].items()}
+    for name, values in state["optimizer"].items():
+        tensors |= {f"{name}/{key}": value.clone() for key, value in values.items()}
+    return tensors
 
-    found = {}
-    for name, parameter in engine.model.named_parameters():
-        found[name] = safe_get_full_fp32_param(parameter).detach().clone()
-        for key in ("exp_avg", "exp_avg_sq") if engine.step else ():
-            found[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).detach().clone()
-    return found
+
+def whole_state(engine: DeepSpeedEngine, path: Path) -> dict[str, Tensor]:
+    """What the engine saves to `path`; all ranks must call it."""
+    engine.save(path, {})
+    return flat(read_state(path))
