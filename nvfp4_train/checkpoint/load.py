@@ -40,9 +40,7 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
         saved = reader.read_metadata()
     except UNREADABLE as error:
         raise damaged(path, error) from error
-    check_same_shapes(
-        path, _saved_shapes(saved), {name: tensor.shape for name, tensor in _flatten(state).items()}
-    )
+    check_same_shapes(path, _saved_shapes(saved), {name: tensor.shape for name, tensor in _flatten(state).items()})
     try:
         dcp.load(state, storage_reader=reader, no_dist=not has_ranks())
     except CheckpointException as error:

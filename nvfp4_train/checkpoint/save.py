@@ -43,9 +43,7 @@ def save_checkpoint(path: Path, state: State, *, engine: str, step: int, metadat
     save_files(path, partial(_write_state, state), engine=engine, step=step, metadata=metadata)
 
 
-def save_files(
-    path: Path, write: Callable[[Path], None], *, engine: str, step: int, metadata: dict[str, Any]
-) -> None:
+def save_files(path: Path, write: Callable[[Path], None], *, engine: str, step: int, metadata: dict[str, Any]) -> None:
     """Save a checkpoint whose files `write` writes; all ranks call it.
 
     A checkpoint that is at `path` already is replaced. Leftovers of killed saves in the same directory are removed.

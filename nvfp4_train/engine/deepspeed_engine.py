@@ -7,7 +7,6 @@ Gradients are summed over ranks and not averaged: the loss is divided by the num
 
 import importlib
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,12 +17,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nvfp4_train.checkpoint.error import CheckpointError
 from nvfp4_train.checkpoint.folder import read_info, sync_directory
 from nvfp4_train.checkpoint.load import check_engine, check_same_shapes
 from nvfp4_train.checkpoint.save import save_files
 from nvfp4_train.checkpoint.state import common_tensors
-from nvfp4_train.checkpoint.zero_files import COMMON, TAG, ZeroHeader, read_header
+from nvfp4_train.checkpoint.zero_files import (
+    ADAMW_STATE,
+    COMMON,
+    TAG,
+    Layout,
+    Piece,
+    locate,
+    read_header,
+    read_parameters,
+    write_file,
+)
 from nvfp4_train.config.engine import LAST_STAGE, DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.base import Forward, LossSum
@@ -67,9 +75,7 @@ class DeepSpeedEngine:
         self._optimizer = optimizer
         self._position = plan.position
         self._after_step = plan.after_step
-        self._stage = cfg.zero_stage
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self._deepspeed = import_deepspeed(mesh.device)
+        self._deepspeed = _start_deepspeed(mesh.device)
         for block in _blocks_run_once(model):
             self._deepspeed.utils.set_z3_leaf_module(block, True)
         self._zero, *_ = self._deepspeed.initialize(
@@ -78,6 +84,8 @@ class DeepSpeedEngine:
             config=deepspeed_config(cfg, max_grad_norm=max_grad_norm),
             dist_init_required=False,
         )
+        groups = [dict(group) for group in self._zero._get_zero_param_shapes()]
+        self._layout = Layout(stage=cfg.zero_stage, num_ranks=mesh.dp_degree, groups=groups)
         self._loss_factor = 1
         if cfg.zero_stage == LAST_STAGE:
             # It averages gradients in any case, but undoes a loss scale after that: 1 / ranks, which the loss takes back.
@@ -124,18 +132,17 @@ class DeepSpeedEngine:
         save_files(path, self._write, engine=self.name, step=self.step, metadata=metadata)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Continue from a checkpoint of as many ranks, of the same stage or of 1 and 2; see `Engine`.
-
-        Raises:
-            CheckpointError: also for another number of ranks and the other stages, which DeepSpeed cannot load.
-        """
+        """Continue from a checkpoint of any stage and number of ranks; see `Engine`."""
         info = read_info(path)
         check_engine(path, info, engine=self.name)
         header = read_header(path)
-        self._check_layout(path, header)
         common = common_tensors(self.model)
-        check_same_shapes(path, header.shapes, self._shapes | {name: tensor.shape for name, tensor in common.items()})
-        self._zero.load_checkpoint(str(path), tag=TAG)
+        shapes = {name: shape for group in self._layout.groups for name, shape in group.items()}
+        check_same_shapes(path, header.shapes, shapes | {name: tensor.shape for name, tensor in common.items()})
+        with self._shards() as flats:
+            pieces = locate(self._layout, rank=self.mesh.dp_rank)
+            for name, whole in read_parameters(path, header):
+                self._put(whole, piece=pieces[name], flat=flats[pieces[name].group])
         for name, tensor in common.items():
             tensor.copy_(header.common[name])
         self.step = info.step
@@ -163,14 +170,30 @@ class DeepSpeedEngine:
             raise writer.problem
         sync_directory(folder / TAG)
 
-    def _check_layout(self, path: Path, header: ZeroHeader) -> None:
-        found = (header.stage == LAST_STAGE, header.num_ranks)
-        if found != (self._stage == LAST_STAGE, self.mesh.dp_degree):
-            raise CheckpointError(
-                f"{path} was saved with zero_stage {header.stage} on {header.num_ranks} ranks, this run has "
-                f"{self._stage} on {self.mesh.dp_degree}, and DeepSpeed does not reshard\n"
-                f"    fix: use the same, or go on with engine=torch: python scripts/convert_checkpoint.py {path} TO"
-            )
+    @contextmanager
+    def _shards(self) -> Iterator[list[Tensor]]:
+        """Let this rank's flat masters be changed inside the block; afterwards the parameters follow them."""
+        zero = self._zero.optimizer
+        if self._layout.stage != LAST_STAGE:
+            yield zero.single_partition_of_fp32_groups
+            zero.update_lp_params()
+            return
+        zero.checkpoint_event_prologue()  # parameters that stay gathered are sharded for once
+        yield zero.fp32_partitioned_groups_flat
+        for index in range(len(zero.fp32_partitioned_groups_flat)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+        zero.checkpoint_event_epilogue()
+
+    @torch.no_grad()
+    def _put(self, whole: dict[str, Tensor], *, piece: Piece, flat: Tensor) -> None:
+        """Copy this rank's piece of a parameter and of its optimizer state into the flat tensors of its group."""
+        piece.of_rank(flat).copy_(piece.of_whole(whole["master"]))
+        state = self._optimizer.state[flat]
+        state["step"] = whole["step"].to(flat.device)
+        for key in ADAMW_STATE:
+            if key not in state:
+                state[key] = torch.zeros_like(flat)
+            piece.of_rank(state[key]).copy_(piece.of_whole(whole[key]))
 
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:
@@ -206,10 +229,7 @@ class _DurableWriter:
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
         try:
-            with Path(path).open("wb") as file:
-                torch.save(state_dict, file)
-                file.flush()
-                os.fsync(file.fileno())
+            write_file(state_dict, Path(path))
         except (OSError, RuntimeError) as error:
             self.problem = self.problem or error
 
@@ -254,16 +274,15 @@ def _device(device: OffloadDevice) -> dict[str, str] | None:
     return None if device is OffloadDevice.none else {"device": device.value}
 
 
-def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed, and let it use the process group that exists.
+def import_deepspeed() -> ModuleType:
+    """Import DeepSpeed, without its words about the machine.
 
     Raises:
-        ValueError: if it is not installed, or computes on another kind of device.
+        ValueError: if it is not installed.
     """
     logging.disable(logging.WARNING)  # on a machine without a GPU the import says so
     try:
-        deepspeed = importlib.import_module("deepspeed")
-        backend = importlib.import_module("deepspeed.comm.torch")
+        return importlib.import_module("deepspeed")
     except ImportError as error:
         raise ValueError(
             f"engine=deepspeed needs DeepSpeed, which cannot be imported: {error}\n"
@@ -271,6 +290,15 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         ) from error
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _start_deepspeed(device: torch.device) -> ModuleType:
+    """Import DeepSpeed, and let it use the process group that exists.
+
+    Raises:
+        ValueError: if it is not installed, or computes on another kind of device.
+    """
+    deepspeed = import_deepspeed()
     found = deepspeed.accelerator.get_accelerator().device_name()
     if found != device.type:
         raise ValueError(
@@ -279,10 +307,6 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         )
     # DeepSpeed 0.19 compiles shared-memory collectives for CPUs whenever it meets a process group, and fails without a
     # compiler; gloo does without them. https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/torch.py
-    backend.build_shm_op = _no_shared_memory_op
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
-
-
-def _no_shared_memory_op() -> None:
-    return None

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nvfp4_train.checkpoint.error import CheckpointError
-from nvfp4_train.checkpoint.zero_files import read_state
 from nvfp4_train.config.engine import DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
@@ -22,8 +21,8 @@ from nvfp4_train.engine.base import Forward
 from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine, deepspeed_config
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.train.metrics import find_non_finite_parameter
-from tests.support.deepspeed import flat, needs_deepspeed, whole_state
-from tests.support.engines import add_gradients, build_tiny_engine, train
+from tests.support.deepspeed import needs_deepspeed, saved_state, whole_state
+from tests.support.engines import build_tiny_engine, train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
 from tests.support.rounding import recorded_rounding
@@ -33,8 +32,9 @@ pytestmark = [needs_deepspeed, pytest.mark.distributed]
 
 STAGES = (1, 2, 3)
 NUM_STEPS = 10  # in FP32
-NUM_STEPS_NVFP4 = 5
+NUM_STEPS_NVFP4 = 4
 SAVED_STEP = 2
+CHECKPOINTED = ((1, "block"), (1, "selective"), (3, "block"), (3, "selective"))
 FP32 = cast_recipe(ComputeDtype.fp32)
 HALVING = replace(FP32, after_optimizer="tests.support.outside:halve", after_optimizer_args={"after": 1})
 
@@ -105,10 +105,7 @@ def poison(engine: DeepSpeedEngine, runtime: Runtime, path: Path) -> dict[str, A
 def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     cfg, found = deepspeed_engine(stage), {}
     found["fp32"] = trained(runtime, FP32, cfg, NUM_STEPS)
-    found["predictor"] = trained(runtime, FP32, cfg, 3, model=predictor())
-    for mode in (ActivationCheckpoint.block, ActivationCheckpoint.selective):
-        parallel = data_parallel(activation_checkpoint=mode)
-        found[mode.value] = trained(runtime, FP32, cfg, 2, model=predictor(), parallel=parallel)
+    found["predictor"] = trained(runtime, FP32, cfg, 2, model=predictor())
     found["halved"] = trained(runtime, HALVING, cfg, 3)
     nvfp4 = build(runtime, nvfp4_recipe(), cfg)
     with recorded_rounding() as found["rounding"]:
@@ -116,13 +113,14 @@ def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     found["nvfp4"] += train(nvfp4, range(1, SAVED_STEP))
     path = folder / f"stage_{stage}/step_00000002"
     nvfp4.save(path, {"tokens": 384})
-    found["saved"] = flat(read_state(path))
+    found["saved"] = saved_state(path)
     found["evaluated"] = evaluated(nvfp4, tiny_batches(step=99)[runtime.rank : runtime.rank + 1])
     found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS_NVFP4))
     found["finite"] = find_non_finite_parameter(nvfp4.model)
-    found["poisoned"] = poison(nvfp4, runtime, folder / f"poisoned_{stage}/step_00000005")
+    found["poisoned"] = poison(nvfp4, runtime, folder / f"poisoned_{stage}/step_00000004")
     nvfp4.close()
     resumed = build(runtime, nvfp4_recipe(), cfg, seed=7)
+    train(resumed, range(60, 61))  # whatever it did before is forgotten
     found["metadata"] = resumed.load(path)
     found["loaded"] = whole_state(resumed, folder / f"again_{stage}/step_00000002")
     resumed._position.seed = 0
@@ -131,8 +129,8 @@ def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def loading_error(runtime: Runtime, path: Path, cfg: DeepSpeedEngineConfig, model: ModelConfig) -> str:
-    engine = build(runtime, nvfp4_recipe(), cfg, model=model)
+def loading_error(runtime: Runtime, path: Path, model: ModelConfig) -> str:
+    engine = build(runtime, nvfp4_recipe(), deepspeed_engine(1), model=model)
     with pytest.raises(CheckpointError) as error:
         engine.load(path)
     engine.close()
@@ -141,17 +139,20 @@ def loading_error(runtime: Runtime, path: Path, cfg: DeepSpeedEngineConfig, mode
 
 def run_two_ranks(runtime: Runtime, folder: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {stage: run_stage(runtime, stage, folder) for stage in STAGES}
-    found["options"] = {name: trained(runtime, FP32, cfg, 3) for name, cfg in OPTIONS.items()}
-    paths = {name: folder / name / "step_00000002" for name in ("torch", "stage_1", "stage_3")}
     found["errors"] = {
-        "engine": loading_error(runtime, paths["torch"], deepspeed_engine(1), hybrid()),
-        "stage": loading_error(runtime, paths["stage_1"], deepspeed_engine(3), hybrid()),
-        "model": loading_error(runtime, paths["stage_3"], deepspeed_engine(3), tiny_model("M*-")),
+        "engine": loading_error(runtime, folder / "torch/step_00000002", hybrid()),
+        "model": loading_error(runtime, folder / "stage_3/step_00000002", tiny_model("M*-")),
     }
-    second = build(runtime, nvfp4_recipe(), deepspeed_engine(2))
-    second.load(paths["stage_1"])
-    found["stage_1_in_2"] = train(second, range(SAVED_STEP, NUM_STEPS_NVFP4))
-    second.close()
+    return found
+
+
+def run_variants(runtime: Runtime) -> dict[str, Any]:
+    found = {name: trained(runtime, FP32, cfg, 3) for name, cfg in OPTIONS.items()}
+    for stage, mode in CHECKPOINTED:
+        parallel = data_parallel(activation_checkpoint=ActivationCheckpoint(mode))
+        found[f"{mode}_{stage}"] = trained(
+            runtime, FP32, deepspeed_engine(stage), 2, model=predictor(), parallel=parallel
+        )
     return found
 
 
@@ -170,7 +171,7 @@ def folder(tmp_path_factory) -> Path:
 def one(runtime, folder) -> dict[str, Any]:
     """The torch engine on one rank."""
     found: dict[str, Any] = {"fp32": train(build_tiny_engine(runtime, FP32, model=hybrid()), range(NUM_STEPS))}
-    found["predictor"] = train(build_tiny_engine(runtime, FP32, model=predictor()), range(3))
+    found["predictor"] = train(build_tiny_engine(runtime, FP32, model=predictor()), range(2))
     found["halved"] = train(build_tiny_engine(runtime, HALVING, model=hybrid()), range(3))
     nvfp4 = build_tiny_engine(runtime, nvfp4_recipe(), model=hybrid())
     with recorded_rounding() as found["rounding"]:
@@ -184,7 +185,12 @@ def one(runtime, folder) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(one, folder) -> list[dict[Any, Any]]:
-    return run_on_ranks(run_two_ranks, 2, folder, timeout_seconds=300)
+    return run_on_ranks(run_two_ranks, 2, folder, timeout_seconds=600)
+
+
+@pytest.fixture(scope="module")
+def variants() -> list[dict[str, Any]]:
+    return run_on_ranks(run_variants, 2, timeout_seconds=600)
 
 
 def assert_close(found: list[tuple[float, float]], expected: list[tuple[float, float]], *, rel: float) -> None:
@@ -200,17 +206,18 @@ def test_two_ranks_train_as_one_in_fp32(one, two, stage):
         assert_close(found[stage]["predictor"], one["predictor"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_checkpointing_of_activations_changes_nothing_but_memory(two, stage):
-    for found in two:
-        for mode in ("block", "selective"):
-            assert_close(found[stage][mode], found[stage]["predictor"], rel=1e-6)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "mode"), CHECKPOINTED)
+def test_checkpointing_of_activations_changes_nothing_but_memory(one, variants, stage, mode):
+    for found in variants:
+        assert_close(found[f"{mode}_{stage}"], one["predictor"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_change_where_things_are_and_not_what_they_are(one, two, name):
-    for found in two:
-        assert_close(found["options"][name], one["fp32"], rel=1e-5)
+def test_options_change_where_things_are_and_not_what_they_are(one, variants, name):
+    for found in variants:
+        assert_close(found[name], one["fp32"], rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -280,17 +287,11 @@ def test_a_non_finite_gradient_of_one_rank_is_skipped_by_all(two, stage):
         assert found[stage]["finite"] is None
 
 
-def test_stages_1_and_2_share_their_checkpoints(two):
-    assert_close(two[0]["stage_1_in_2"], two[0][1]["nvfp4"][SAVED_STEP:], rel=2e-3)
-    assert_close(two[0]["stage_1_in_2"][:1], two[0][1]["nvfp4"][SAVED_STEP:], rel=1e-6)
-
-
 def test_a_checkpoint_that_does_not_fit_is_refused_with_a_way_out(two):
     for found in two:
         errors = found["errors"]
         assert "was saved by the engine torch, this run uses deepspeed" in errors["engine"]
-        assert "was saved with zero_stage 1 on 2 ranks, this run has 3 on 2" in errors["stage"]
-        assert all("scripts/convert_checkpoint.py" in errors[key] for key in ("engine", "stage"))
+        assert "scripts/convert_checkpoint.py" in errors["engine"]
         assert "only in the checkpoint: blocks.3" in errors["model"]
 
 
@@ -300,18 +301,15 @@ def test_null_leaves_deepspeed_its_own_value():
     assert config["gradient_clipping"] == 0.5
 
 
-def test_without_deepspeed_the_error_names_what_to_install(runtime):
+def test_without_deepspeed_the_error_names_what_to_install():
     code = """
 import sys
 sys.modules["deepspeed"] = None
-import torch
 from nvfp4_train.engine.deepspeed_engine import import_deepspeed
 try:
-    import_deepspeed(torch.device("cpu"))
+    import_deepspeed()
 except ValueError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "pip install 'nvfp4-train[deepspeed]'" in done.stdout
-
-

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from nvfp4_train.checkpoint.state import State
-from nvfp4_train.checkpoint.zero_files import read_state
+from nvfp4_train.checkpoint.zero_files import read_header, read_parameters
 from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine
 
 needs_deepspeed = pytest.mark.skipif(
@@ -15,15 +14,16 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-def flat(state: State) -> dict[str, Tensor]:
-    """Name every tensor of a state."""
-    tensors = {name: tensor.clone() for name, tensor in state["model"].items()}
-    for name, values in state["optimizer"].items():
-        tensors |= {f"{name}/{key}": value.clone() for key, value in values.items()}
-    return tensors
+def saved_state(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, by name."""
+    header = read_header(path)
+    found = dict(header.common)
+    for name, tensors in read_parameters(path, header):
+        found |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+    return found
 
 
 def whole_state(engine: DeepSpeedEngine, path: Path) -> dict[str, Tensor]:
     """What the engine saves to `path`; all ranks must call it."""
     engine.save(path, {})
-    return flat(read_state(path))
+    return saved_state(path)
