@@ -9,6 +9,8 @@ ZERO_STAGES = (1, 2, 3)
 LAST_STAGE = 3  # the one that shards parameters too
 # Options that only some stages read.
 STAGE_3_OPTIONS = ("prefetch_bucket_size", "param_persistence_threshold")
+OTHER_STAGES_OPTIONS = ("allgather_bucket_size",)
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
 
 
 class OffloadDevice(StrEnum):
@@ -59,7 +61,6 @@ class DeepSpeedEngineConfig(EngineConfig):
     param_persistence_threshold: int | None
 
     def __post_init__(self) -> None:
-        given = [name for name in STAGE_3_OPTIONS if getattr(self, name, None) is not None]
         check(
             self,
             Rule("zero_stage", lambda: self.zero_stage in ZERO_STAGES, "must be 1, 2 or 3", "engine.zero_stage=1"),
@@ -75,26 +76,29 @@ class DeepSpeedEngineConfig(EngineConfig):
                 "DeepSpeed offloads parameters together with the optimizer",
                 "use offload_optimizer: cpu too, or offload_param: none",
             ),
-            *(_only_with(self, name, stages=(LAST_STAGE,)) for name in given),
-            *(
-                _only_with(self, name, stages=(1, 2))
-                for name in ("allgather_bucket_size",)
-                if getattr(self, name, None) is not None
+            *(_only_with(self, name, stages=(LAST_STAGE,)) for name in STAGE_3_OPTIONS),
+            *(_only_with(self, name, stages=(1, 2)) for name in OTHER_STAGES_OPTIONS),
+            Rule(
+                "allgather_bucket_size",
+                lambda: self.allgather_bucket_size is None or self.allgather_bucket_size % 2 == 0,
+                "DeepSpeed needs an even number",
+                "add 1",
             ),
-            *positive(self, *(name for name in BUCKETS if getattr(self, name, None) is not None)),
-            *not_negative(self, *(name for name in THRESHOLDS if getattr(self, name, None) is not None)),
+            *positive(self, *_given(self, BUCKETS)),
+            *not_negative(self, *_given(self, ("param_persistence_threshold",))),
         )
 
 
-BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
-THRESHOLDS = ("param_persistence_threshold",)
+def _given(cfg: DeepSpeedEngineConfig, names: tuple[str, ...]) -> list[str]:
+    """Return those of the options that have a value."""
+    return [name for name in names if getattr(cfg, name, None) is not None]
 
 
 def _only_with(cfg: DeepSpeedEngineConfig, name: str, *, stages: tuple[int, ...]) -> Rule:
     wanted = " or ".join(map(str, stages))
     return Rule(
         name,
-        lambda: cfg.zero_stage in stages,
+        lambda: getattr(cfg, name) is None or cfg.zero_stage in stages,
         f"DeepSpeed reads it with zero_stage {wanted} only",
         f"use null, or zero_stage: {stages[-1]}",
     )

@@ -1,7 +1,7 @@
 """The root of a run's configuration, and every check that needs two groups."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
@@ -9,13 +9,13 @@ from nvfp4_train.config.batch import BatchConfig
 from nvfp4_train.config.blend import coverage_problems
 from nvfp4_train.config.checkpoint import CheckpointConfig
 from nvfp4_train.config.data import DataConfig, TextDataConfig
-from nvfp4_train.config.engine import EngineConfig
+from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig
 from nvfp4_train.config.evaluation import EvaluationConfig
 from nvfp4_train.config.indexed_data import IndexedDataConfig
 from nvfp4_train.config.logging import LoggingConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
-from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.parallel import Compile, ParallelConfig
 from nvfp4_train.config.problem import Problem, Rule, findings, require, violations
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
@@ -88,6 +88,7 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
     rules += [*_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)]
+    rules += _deepspeed_rules(cfg)
     return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems)]
 
 
@@ -152,6 +153,32 @@ def _data_rank_rules(cfg: TrainConfig) -> list[Rule]:
         rule("batch.global_batch_size", holds=lambda: cfg.batch.global_batch_size % smallest_step() == 0),
         rule("batch.ramp.start", holds=lambda: ramp(cfg.batch.ramp.start) % smallest_step() == 0),
         rule("batch.ramp.increment", holds=lambda: ramp(cfg.batch.ramp.increment) % smallest_step() == 0),
+    ]
+
+
+def _deepspeed_rules(cfg: TrainConfig) -> list[Rule]:
+    """DeepSpeed shards over all ranks itself, and hangs its hooks into the model that it is given."""
+
+    def other_engine() -> bool:
+        return not isinstance(cfg.engine, DeepSpeedEngineConfig)
+
+    def only_one(degree: str) -> Rule:
+        return Rule(
+            f"parallel.{degree}",
+            lambda: other_engine() or getattr(cfg.parallel, degree) == 1,
+            "must be 1 with engine=deepspeed: ZeRO shards over all ranks",
+            f"parallel.{degree}=1, or engine=torch",
+        )
+
+    degrees = [field.name for field in fields(ParallelConfig) if field.name.endswith("_degree")]
+    return [
+        *(only_one(degree) for degree in degrees if degree != "dp_shard_degree"),
+        Rule(
+            "parallel.compile",
+            lambda: other_engine() or cfg.parallel.compile is Compile.none,
+            "must be none with engine=deepspeed: the hooks of ZeRO would break every graph",
+            "parallel.compile=none, or engine=torch",
+        ),
     ]
 
 

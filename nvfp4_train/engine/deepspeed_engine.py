@@ -88,10 +88,10 @@ class DeepSpeedEngine:
         self._layout = Layout(stage=cfg.zero_stage, num_ranks=mesh.dp_degree, groups=groups)
         self._loss_factor = 1
         if cfg.zero_stage == LAST_STAGE:
-            # It averages gradients in any case, but undoes a loss scale after that: 1 / ranks, which the loss takes back.
+            # It always averages, but undoes a loss scale after that: 1 / ranks, which the loss takes back.
             self._loss_factor = mesh.dp_degree
             self._zero.optimizer.override_loss_scale(1 / mesh.dp_degree)
-        # A script for DeepSpeed's users would be copied into each checkpoint, and rank 0 alone would fail at a full disk.
+        # A script that would be copied into each checkpoint: at a full disk rank 0 alone would fail.
         self._zero._copy_recovery_script = lambda save_path: None
 
     def forward_backward(self, batches: list[Batch], denominator: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:
-        """Let the model's parameters be read and changed inside the block; the changes of rank 0 are those that stay."""
+        """Let the parameters be read and changed inside the block, in the same way on every rank."""
         parameters = list(self.model.parameters())
         with self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
             yield

@@ -98,3 +98,21 @@ def test_a_width_matters_where_a_linear_that_has_it_is_quantized(keep, keys):
         assert [problem.key for problem in problems_of(lambda: replace(TINY, model=model, recipe=recipe))] == keys
     else:
         assert replace(TINY, model=model, recipe=recipe).model.mlp.d_ff == 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["parallel.dp_replicate_degree=2"], "parallel.dp_replicate_degree"),
+        (["parallel.compile=block"], "parallel.compile"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused_with_a_way_out(overrides, key):
+    problem = load_problems("engine=deepspeed", *overrides)[key]
+    assert "engine=deepspeed" in problem.rule
+    assert "engine=torch" in problem.fix
+    composed("engine=torch", *overrides)
+
+
+def test_deepspeed_takes_every_rank_as_a_shard():
+    assert composed("engine=deepspeed", "parallel.dp_shard_degree=2").parallel.dp_shard_degree == 2
