@@ -1,5 +1,6 @@
 """From the checkpoint of one engine to that of the other, on one process and without a model."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def _read_torch_state(path: Path) -> State:
             part, *keys = metadata.planner_data[name]
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
             _insert(state[part], keys, tensor)
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what we want
+            dcp.load(state, storage_reader=reader, no_dist=True)
     except UNREADABLE as error:
         raise damaged(path, error) from error
     return state

@@ -7,6 +7,7 @@ Gradients are summed over ranks and not averaged: the loss is divided by the num
 
 import importlib
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -308,5 +309,7 @@ def _start_deepspeed(device: torch.device) -> ModuleType:
     # DeepSpeed 0.19 compiles shared-memory collectives for CPUs whenever it meets a process group, and fails without a
     # compiler; gloo does without them. https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/torch.py
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # Of torch 2.13, at every collective of DeepSpeed 0.19, which still uses the old names.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
