@@ -241,9 +241,8 @@ def _blocks_run_once(model: HybridLM) -> list[Block]:
     DeepSpeed reduces the gradients of such a module when its backward ends, once: blocks that several depths of
     multi-token prediction share are left out, and their modules are gathered one by one.
     """
-    is_shared = model.num_mtp_depths > len(model.mtp)
-    stacks = [model.blocks] if is_shared else [model.blocks, *(depth.blocks for depth in model.mtp.children())]
-    return [block for stack in stacks for block in stack.children()]
+    shared = set(model.mtp.modules()) if model.num_mtp_depths > len(model.mtp) else set()
+    return [block for block in model.all_blocks() if block not in shared]
 
 
 def deepspeed_config(cfg: DeepSpeedEngineConfig, *, max_grad_norm: float) -> dict[str, Any]:
