@@ -42,12 +42,14 @@ def convert_checkpoint(source: Path, target: Path) -> str:
     info = read_info(source)
     if target.exists():
         raise CheckpointError(f"{target} exists already\n    fix: name a folder that does not, or move it away")
-    if info.engine == DeepSpeedEngine.name:
-        _to_torch(source, target, info)
-        engine = TorchEngine.name
-    else:
-        _to_deepspeed(source, target, info)
-        engine = DeepSpeedEngine.name
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what we want
+        if info.engine == DeepSpeedEngine.name:
+            _to_torch(source, target, info)
+            engine = TorchEngine.name
+        else:
+            _to_deepspeed(source, target, info)
+            engine = DeepSpeedEngine.name
     return (
         f"{source} (engine={info.engine}, step {info.step}) -> {target} (engine={engine})\n"
         f"a run goes on with it: engine={engine} resume={target}"
@@ -82,9 +84,7 @@ def _read_torch_state(path: Path) -> State:
             part, *keys = metadata.planner_data[name]
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
             _insert(state[part], keys, tensor)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what we want
-            dcp.load(state, storage_reader=reader, no_dist=True)
+        dcp.load(state, storage_reader=reader, no_dist=True)
     except UNREADABLE as error:
         raise damaged(path, error) from error
     return state

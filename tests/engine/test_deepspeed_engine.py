@@ -17,6 +17,7 @@ from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.recipe import ComputeDtype, RecipeConfig
 from nvfp4_train.config.run import Device
+from nvfp4_train.engine import deepspeed_engine as deepspeed_engine_module
 from nvfp4_train.engine.base import Forward
 from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine, deepspeed_config
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
@@ -102,6 +103,23 @@ def poison(engine: DeepSpeedEngine, runtime: Runtime, path: Path) -> dict[str, A
     }
 
 
+def failed_save(engine: DeepSpeedEngine, runtime: Runtime, path: Path) -> dict[str, Any]:
+    """Save where the last rank finds no room on its disk."""
+
+    def full(values: dict[str, Any], path: Path) -> None:
+        raise OSError("no space left")
+
+    original = deepspeed_engine_module.write_file
+    if runtime.rank == runtime.world_size - 1:
+        deepspeed_engine_module.write_file = full
+    try:
+        with pytest.raises(CheckpointError) as error:
+            engine.save(path, {})
+    finally:
+        deepspeed_engine_module.write_file = original
+    return {"message": str(error.value), "left": path.parent.exists() and len(list(path.parent.iterdir()))}
+
+
 def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     cfg, found = deepspeed_engine(stage), {}
     found["fp32"] = trained(runtime, FP32, cfg, NUM_STEPS)
@@ -116,6 +134,7 @@ def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     found["saved"] = saved_state(path)
     found["evaluated"] = evaluated(nvfp4, tiny_batches(step=99)[runtime.rank : runtime.rank + 1])
     found["nvfp4"] += train(nvfp4, range(SAVED_STEP, NUM_STEPS_NVFP4))
+    found["failed_save"] = failed_save(nvfp4, runtime, folder / f"failed_{stage}/step_00000004")
     found["finite"] = find_non_finite_parameter(nvfp4.model)
     found["poisoned"] = poison(nvfp4, runtime, folder / f"poisoned_{stage}/step_00000004")
     nvfp4.close()
@@ -285,6 +304,14 @@ def test_a_non_finite_gradient_of_one_rank_is_skipped_by_all(two, stage):
         assert poisoned["step"] == NUM_STEPS_NVFP4 + 1
         assert all(math.isfinite(value) for value in poisoned["next"][0])
         assert found[stage]["finite"] is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_nothing(two, stage):
+    for found in two:
+        assert "was not saved" in found[stage]["failed_save"]["message"]
+        assert "On rank 1: OSError: no space left" in found[stage]["failed_save"]["message"]
+    assert two[0][stage]["failed_save"]["left"] == 0
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_with_a_way_out(two):
