@@ -59,6 +59,6 @@ else
     cp docker/constraints.txt "$constraints"
     echo "setup: installing torch and the rest (a few minutes)"
 fi
-"$venv_python" -m pip install -qq --disable-pip-version-check --constraint "$constraints" --editable '.[dev,plots,wandb,data]'
+"$venv_python" -m pip install -qq --disable-pip-version-check --constraint "$constraints" --editable '.[dev,plots,wandb,data,deepspeed]'
 "$venv_python" -c 'import nvfp4_train, torch; print(f"setup: ready, torch {torch.__version__}")'
 echo "$fingerprint" > "$stamp"

@@ -1,11 +1,12 @@
 """Loading, into any layout."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -33,14 +34,13 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
             optimizer.
     """
     info = read_info(path)
-    if info.engine != engine:
-        raise CheckpointError(f"{path} was saved by the engine {info.engine}, this run uses {engine}")
+    check_engine(path, info, engine=engine)
     reader = dcp.FileSystemReader(path)
     try:
         saved = reader.read_metadata()
     except UNREADABLE as error:
         raise damaged(path, error) from error
-    _check_same_tensors(path, saved, _flatten(state))
+    check_same_shapes(path, _saved_shapes(saved), {name: tensor.shape for name, tensor in _flatten(state).items()})
     try:
         dcp.load(state, storage_reader=reader, no_dist=not has_ranks())
     except CheckpointException as error:
@@ -48,21 +48,50 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
     return info
 
 
-def _check_same_tensors(path: Path, saved: Metadata, wanted: dict[str, Tensor]) -> None:
-    """Compare names and shapes before anything is overwritten."""
-    stored = saved.state_dict_metadata
+def check_engine(path: Path, info: CheckpointInfo, *, engine: str) -> None:
+    """Refuse the checkpoint of another engine.
+
+    Raises:
+        CheckpointError: naming the program that converts it.
+    """
+    if info.engine != engine:
+        raise CheckpointError(
+            f"{path} was saved by the engine {info.engine}, this run uses {engine}\n"
+            f"    fix: python scripts/convert_checkpoint.py {path} TO makes one that {engine} loads; "
+            f"or use engine={info.engine}"
+        )
+
+
+def check_same_shapes(path: Path, saved: Mapping[str, Size | None], wanted: Mapping[str, Size]) -> None:
+    """Compare names and shapes before anything is overwritten.
+
+    Args:
+        path: Of the checkpoint, for the message.
+        saved: Name to shape of what is in it; None where that is not a tensor.
+        wanted: Name to shape of what it is loaded into.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
     complaints = {
-        "not in the checkpoint": sorted(set(wanted) - set(stored)),
-        "only in the checkpoint": sorted(set(stored) - set(wanted)),
+        "not in the checkpoint": sorted(set(wanted) - set(saved)),
+        "only in the checkpoint": sorted(set(saved) - set(wanted)),
         "of another shape": [
-            f"{name} (saved {tuple(entry.size)}, here {tuple(wanted[name].shape)})"
-            for name, entry in stored.items()
-            if name in wanted and isinstance(entry, TensorStorageMetadata) and entry.size != wanted[name].shape
+            f"{name} (saved {tuple(shape)}, here {tuple(wanted[name])})"
+            for name, shape in saved.items()
+            if name in wanted and shape is not None and shape != wanted[name]
         ],
     }
     lines = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
     if lines:
         raise CheckpointError(f"{path} is of another model or optimizer. Tensors " + "; ".join(lines))
+
+
+def _saved_shapes(saved: Metadata) -> dict[str, Size | None]:
+    return {
+        name: entry.size if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in saved.state_dict_metadata.items()
+    }
 
 
 def _flatten(state: State) -> dict[str, Tensor]:

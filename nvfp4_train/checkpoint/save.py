@@ -30,11 +30,27 @@ PROBE_BYTES = 1 << 20
 def save_checkpoint(path: Path, state: State, *, engine: str, step: int, metadata: dict[str, Any]) -> None:
     """Save a checkpoint; all ranks call it, with the same arguments but for their parts of the tensors.
 
+    Args:
+        path: `.../step_00000100`.
+        state: From `collect_state`.
+        engine: Name of the engine.
+        step: Optimizer steps taken.
+        metadata: The trainer's own, plain JSON values.
+
+    Raises:
+        CheckpointError: as `save_files` does.
+    """
+    save_files(path, partial(_write_state, state), engine=engine, step=step, metadata=metadata)
+
+
+def save_files(path: Path, write: Callable[[Path], None], *, engine: str, step: int, metadata: dict[str, Any]) -> None:
+    """Save a checkpoint whose files `write` writes; all ranks call it.
+
     A checkpoint that is at `path` already is replaced. Leftovers of killed saves in the same directory are removed.
 
     Args:
         path: `.../step_00000100`.
-        state: From `collect_state`.
+        write: Called on every rank with the folder; what it wrote is on disk when it returns.
         engine: Name of the engine.
         step: Optimizer steps taken.
         metadata: The trainer's own, plain JSON values.
@@ -54,7 +70,7 @@ def save_checkpoint(path: Path, state: State, *, engine: str, step: int, metadat
     temporary = path.with_name(f".{path.name}.saving")
     for stage in (
         partial(_start, temporary),
-        partial(_write, temporary, state),
+        partial(write, temporary),
         partial(_finish, temporary, path, info),
     ):
         problems = gather_from_ranks(_problem_of(stage))
@@ -74,7 +90,7 @@ def _start(temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write(temporary: Path, state: State) -> None:
+def _write_state(state: State, temporary: Path) -> None:
     # One thread, because the writer loses what goes wrong in another.
     writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
     try:

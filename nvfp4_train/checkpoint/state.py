@@ -20,10 +20,8 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
         delayed scaling; `optimizer`: parameter name to its state by name (`exp_avg`, ...).
     """
     parameters = dict(model.named_parameters())
-    persistent = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {
-        "model": {name: tensor.detach() for name, tensor in (parameters | buffers).items()} | named_histories(model),
+        "model": {name: parameter.detach() for name, parameter in parameters.items()} | common_tensors(model),
         "optimizer": {
             name: {
                 key: value.detach() for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)
@@ -31,3 +29,10 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
             for name, parameter in parameters.items()
         },
     }
+
+
+def common_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds besides parameters, alike on all ranks: buffers and histories; views, too."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if name in persistent}
+    return buffers | named_histories(model)

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nvfp4_train.config.convert import MISSING, convert_value, mismatch
 from nvfp4_train.config.data import DataConfig, PythonStdlibDataConfig, TextFilesDataConfig
-from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig
+from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig, TorchEngineConfig
 from nvfp4_train.config.hub_data import HubDataConfig
 from nvfp4_train.config.indexed_data import IndexedDataConfig
 from nvfp4_train.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
@@ -45,7 +45,7 @@ LEAVES: dict[type, dict[str, type]] = {
         "constant": ConstantConfig,
         "inverse_sqrt": InverseSqrtConfig,
     },
-    EngineConfig: {"torch": TorchEngineConfig},
+    EngineConfig: {"torch": TorchEngineConfig, "deepspeed": DeepSpeedEngineConfig},
 }
 
 # Between the problems that numerics joins: the next one begins with its field.

@@ -1,7 +1,7 @@
 """The root of a run's configuration, and every check that needs two groups."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
@@ -9,13 +9,13 @@ from nvfp4_train.config.batch import BatchConfig
 from nvfp4_train.config.blend import coverage_problems
 from nvfp4_train.config.checkpoint import CheckpointConfig
 from nvfp4_train.config.data import DataConfig, TextDataConfig
-from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig, WeightGather
+from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.evaluation import EvaluationConfig
 from nvfp4_train.config.indexed_data import IndexedDataConfig
 from nvfp4_train.config.logging import LoggingConfig
 from nvfp4_train.config.model import ModelConfig
-from nvfp4_train.config.optimizer import OptimizerConfig
-from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.optimizer import AdamWConfig, OptimizerConfig, StateDtype, StateOffload
+from nvfp4_train.config.parallel import Compile, ParallelConfig
 from nvfp4_train.config.problem import Problem, Rule, findings, is_complete, require, violations
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
@@ -94,8 +94,11 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         ),
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
-    rules += [*_data_rank_rules(cfg), *_width_rules(cfg), _tokens_rule(cfg)]
-    return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems, _share_problems)]
+    rules += [*_data_rank_rules(cfg), *_width_rules(cfg), _tokens_rule(cfg), *_deepspeed_rules(cfg)]
+    return [
+        *violations(cfg, *rules),
+        *findings(cfg, _phase_problems, _token_id_problems, _share_problems, _deepspeed_problems),
+    ]
 
 
 def _gathers_quantized(engine: EngineConfig) -> bool:
@@ -202,6 +205,57 @@ def _local_width_rule(cfg: TrainConfig, width: Width) -> Rule:
         ),
         "lower parallel.tp_degree, change the width, or keep the Linears that have it in BF16 (recipe.keep_bf16)",
     )
+
+
+def _deepspeed_rules(cfg: TrainConfig) -> list[Rule]:
+    """DeepSpeed shards over all ranks itself, and hangs its hooks into the model that it is given."""
+
+    def other_engine() -> bool:
+        return not isinstance(cfg.engine, DeepSpeedEngineConfig)
+
+    def only_one(degree: str) -> Rule:
+        return Rule(
+            f"parallel.{degree}",
+            lambda: other_engine() or getattr(cfg.parallel, degree) == 1,
+            "must be 1 with engine=deepspeed: ZeRO shards over all ranks",
+            f"parallel.{degree}=1, or engine=torch",
+        )
+
+    degrees = [field.name for field in fields(ParallelConfig) if field.name.endswith("_degree")]
+    return [
+        *(only_one(degree) for degree in degrees if degree != "dp_shard_degree"),
+        Rule(
+            "parallel.compile",
+            lambda: other_engine() or cfg.parallel.compile is Compile.none,
+            "must be none with engine=deepspeed: the hooks of ZeRO would break every graph",
+            "parallel.compile=none, or engine=torch",
+        ),
+        Rule(
+            "optimizer.state_dtype",
+            lambda: other_engine() or getattr(cfg.optimizer, "state_dtype", None) is StateDtype.fp32,
+            "must be fp32 with engine=deepspeed: ZeRO keeps the moments itself",
+            "optimizer.state_dtype=fp32, or engine=torch",
+        ),
+        Rule(
+            "optimizer.state_offload",
+            lambda: other_engine() or getattr(cfg.optimizer, "state_offload", None) is StateOffload.none,
+            "must be none with engine=deepspeed, which has an option of its own",
+            "engine.offload_optimizer=cpu with optimizer.state_offload=none",
+        ),
+    ]
+
+
+def _deepspeed_problems(cfg: TrainConfig) -> list[Problem]:
+    if not isinstance(cfg.engine, DeepSpeedEngineConfig) or isinstance(cfg.optimizer, AdamWConfig):
+        return []
+    return [
+        Problem(
+            key="optimizer",
+            value="muon",
+            rule="must be adamw with engine=deepspeed: ZeRO flattens the matrices that others work on",
+            fix="optimizer=adamw, or engine=torch",
+        )
+    ]
 
 
 def _width_rule(cfg: TrainConfig, width: Width) -> Rule:

@@ -4,15 +4,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig, WeightGather
+from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
-from nvfp4_train.config.optimizer import OptimizerConfig
+from nvfp4_train.config.optimizer import AdamWConfig, OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.engine.base import Engine
+from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine
 from nvfp4_train.engine.torch_engine import TorchEngine
 from nvfp4_train.model.hybrid import HybridLM, build_model
-from nvfp4_train.optim.build import build_optimizer
+from nvfp4_train.optim.build import build_optimizer, build_stateless
+from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.parallel.apply import parallelize
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
@@ -30,11 +32,13 @@ class PreparedModel:
         model: On the meta device, after the precision pass.
         plan: Which Linear runs what, and the position that they share.
         seed: Of its initialization and its stochastic rounding.
+        num_parameters: Of the whole model, which an engine may leave to no rank.
     """
 
     model: HybridLM
     plan: PrecisionPlan
     seed: int
+    num_parameters: int
 
 
 def prepare_model(model_cfg: ModelConfig, recipe_cfg: RecipeConfig, *, seed: int) -> PreparedModel:
@@ -46,7 +50,8 @@ def prepare_model(model_cfg: ModelConfig, recipe_cfg: RecipeConfig, *, seed: int
     with torch.device("meta"):
         model = build_model(model_cfg)
     plan = apply_precision(model, recipe_cfg, seed=seed)
-    return PreparedModel(model=model, plan=plan, seed=seed)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return PreparedModel(model=model, plan=plan, seed=seed, num_parameters=num_parameters)
 
 
 def build_engine(
@@ -58,9 +63,9 @@ def build_engine(
     optimizer_cfg: OptimizerConfig,
 ) -> Engine:
     """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it."""
+    model = prepared.model
     match engine_cfg:
         case TorchEngineConfig():
-            model = prepared.model
             parallelize(
                 model,
                 mesh=mesh,
@@ -78,6 +83,18 @@ def build_engine(
                 plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
                 keeps_weights_gathered=not engine_cfg.reshard_after_forward,
+            )
+        case DeepSpeedEngineConfig():
+            assert isinstance(optimizer_cfg, AdamWConfig)
+            checkpoint_activations(model, parallel_cfg.activation_checkpoint)
+            materialize(model, mesh=mesh, seed=prepared.seed)
+            return DeepSpeedEngine(
+                model,
+                optimizer=build_stateless(model, optimizer_cfg),
+                mesh=mesh,
+                plan=prepared.plan,
+                cfg=engine_cfg,
+                max_grad_norm=optimizer_cfg.clip_grad_norm,
             )
     raise AssertionError(f"no engine for {type(engine_cfg).__name__}")
 

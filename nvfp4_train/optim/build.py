@@ -51,6 +51,11 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, *, sharding: Shardin
     raise AssertionError(f"no optimizer for {type(cfg).__name__}")
 
 
+def build_stateless(model: nn.Module, cfg: AdamWConfig) -> Optimizer:
+    """Build AdamW without its state, for an engine that puts shards in the place of the parameters."""
+    return torch.optim.AdamW(_decay_groups(model), lr=0.0, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+
+
 def _options(cfg: MomentsConfig, sharding: Sharding | None) -> dict[str, Any]:
     storage = StateStorage(dtype=TORCH_DTYPE[cfg.state_dtype], on_host=cfg.state_offload is StateOffload.cpu)
     return {

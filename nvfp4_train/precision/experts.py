@@ -65,7 +65,6 @@ class QuantizedExperts(GroupedLinear):
         self.amax: dict[str, Tensor] = {}
         self.amax_history = history_of(precision.recipe)
         self._amax_step: dict[str, int] = {}
-        self._slices: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self._caches = [WeightCache() for _ in range(grouped.num_experts)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -136,12 +135,13 @@ class QuantizedExperts(GroupedLinear):
         )
 
     def _expert_weights(self) -> tuple[Tensor, ...]:
-        # The caches tell parameters apart by object: slices are made once per parameter and share its version counter.
+        # New slices, which share the version counter: ZeRO 3 gathers the parameter into other memory each time, and
+        # slices that are kept would keep the old one alive.
         with torch.no_grad():
             local = self.part.local(self.weight)
-        if self._slices is None or self._slices[0] is not local:
-            self._slices = (local, local.detach().unbind())
-        return self._slices[1]
+        for cache in self._caches:
+            cache.parameter = local
+        return local.detach().unbind()
 
     def _add_saved(self, num_bytes: int) -> None:
         self.saved_bytes += num_bytes
@@ -153,7 +153,6 @@ class QuantizedExperts(GroupedLinear):
         self._amax_step[name] = step
 
     def _forget(self) -> None:
-        self._slices = None
         for cache in self._caches:
             cache.clear()
 

@@ -21,9 +21,11 @@ class WeightCache:
 
     Attributes:
         arriving: Where the weight arrives quantized, in place of a parameter with values; nothing is kept then.
+        parameter: What the weights are slices of, where they are: then the slices may be new objects each time.
     """
 
     arriving: ArrivingWeight | None = None
+    parameter: Tensor | None = None
     _entries: dict[str, tuple[Tensor, tuple[object, ...], StoredOperand]] = field(default_factory=dict)
 
     def operand(
@@ -47,8 +49,9 @@ class WeightCache:
             return operand
         state = (version, weight._version, specs[name], rounder.stream(name))
         entry = self._entries.get(name)
-        if entry is None or entry[0] is not weight or entry[1] != state:
-            entry = (weight, state, rounder.store(name, groups.pad(weight.to(torch.bfloat16), dim=0)))
+        parameter = weight if self.parameter is None else self.parameter
+        if entry is None or entry[0] is not parameter or entry[1] != state:
+            entry = (parameter, state, rounder.store(name, groups.pad(weight.to(torch.bfloat16), dim=0)))
             self._entries[name] = entry
         return entry[2]
 

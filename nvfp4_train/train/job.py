@@ -83,7 +83,7 @@ class Job:
                 f"run.tokens={self.pace.run.tokens}, run.stop_after_steps={self.pace.run.stop_after_steps}\n"
                 "    fix: raise them; both count from the first step of the first run"
             )
-        self.say(f"{short_count(self._num_parameters())} parameters\n{format_coverage(self.prepared.plan)}")
+        self.say(f"{short_count(self.prepared.num_parameters)} parameters\n{format_coverage(self.prepared.plan)}")
 
     def train(self) -> signal.Signals | None:
         """Build everything that takes memory and train; return the signal that stopped the run, if one did."""
@@ -160,7 +160,7 @@ class Job:
         self.folder.write_text("config.yaml", self.loaded.yaml)
         self.folder.write_text("overrides.yaml", "".join(f"- {json.dumps(text)}\n" for text in self.loaded.overrides))
         self.folder.write_json("versions.json", collect_versions())
-        self.folder.write_json("model.json", {"num_parameters": self._num_parameters()})
+        self.folder.write_json("model.json", {"num_parameters": self.prepared.num_parameters})
         self.folder.write_lineage(start.lineage)
         save_coverage(self.prepared.plan, self.folder.path / "coverage.json")
         resume_step = start.state().step if start.is_own else None
@@ -186,9 +186,6 @@ class Job:
             device=self.mesh.device,
             num_devices=self.runtime.world_size,
         )
-
-    def _num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.prepared.model.parameters())
 
     def _describe_end(self) -> str:
         run, state = self.pace.run, self.start.state()

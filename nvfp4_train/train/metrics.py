@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.parallel.local import local_part
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.train.state import StepResult, TrainState
 
@@ -56,9 +57,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 def find_non_finite_parameter(model: nn.Module) -> str | None:
     """Wait for the device and name the first parameter of which this rank holds a NaN or an infinity."""
-    # A sharded parameter gives its local part; what a rank does not hold another one looks at.
-    parts = {name: getattr(value, "to_local", lambda value=value: value)() for name, value in model.named_parameters()}
-    return first_non_finite(parts)
+    # What a rank does not hold another one looks at.
+    return first_non_finite({name: local_part(value) for name, value in model.named_parameters()})
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -4,6 +4,7 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 import nvfp4_train
 
 RECORDED_PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tokenizers", "safetensors")
+OPTIONAL_PACKAGES = ("deepspeed",)  # recorded where they are installed
 
 
 def collect_versions() -> dict[str, str | int | None]:
@@ -21,6 +23,7 @@ def collect_versions() -> dict[str, str | int | None]:
         "python": sys.version.split()[0],
     }
     versions |= {name: metadata.version(name) for name in RECORDED_PACKAGES}
+    versions |= {name: metadata.version(name) for name in OPTIONAL_PACKAGES if find_spec(name) is not None}
     versions |= {
         "platform": platform.platform(),
         "machine": platform.machine(),

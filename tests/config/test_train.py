@@ -128,3 +128,28 @@ def test_blocks_of_32_are_not_cut_either():
     assert composed(*TENSOR_PARALLEL, *groups, "parallel.tp_degree=2").model.mamba.num_groups == 2
     found = load_problems(*TENSOR_PARALLEL, *groups, "parallel.tp_degree=2", "recipe=mxfp4")
     assert "multiples of 32" in found["model.mamba.num_heads"].rule
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["parallel.dp_replicate_degree=2"], "parallel.dp_replicate_degree"),
+        (["parallel.compile=block"], "parallel.compile"),
+        (["optimizer=muon"], "optimizer"),
+        (["optimizer.state_dtype=bf16"], "optimizer.state_dtype"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused_with_a_way_out(overrides, key):
+    problem = load_problems("engine=deepspeed", *overrides)[key]
+    assert "engine=deepspeed" in problem.rule
+    assert "engine=torch" in problem.fix
+    composed("engine=torch", *overrides)
+
+
+def test_deepspeed_offloads_in_its_own_way():
+    problem = load_problems("engine=deepspeed", "optimizer.state_offload=cpu")["optimizer.state_offload"]
+    assert "engine.offload_optimizer=cpu" in problem.fix
+
+
+def test_deepspeed_takes_every_rank_as_a_shard():
+    assert composed("engine=deepspeed", "parallel.dp_shard_degree=2").parallel.dp_shard_degree == 2

@@ -1,9 +1,7 @@
 """Training on several ranks is training on one, and training again is training the same."""
 
-import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,10 @@ from nvfp4_train.model.router import max_violations
 from nvfp4_train.numerics.spec import Format
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.precision.amax_history import named_histories
-from nvfp4_train.precision.operands import OperandRounder
 from tests.support.engines import add_gradients, build_tiny_engine, step_batches, train, whole_parameters
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
+from tests.support.rounding import recorded_rounding
 from tests.support.tensors import format_spec
 from tests.support.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, parallel_layout, tiny_batches, tiny_model
 
@@ -37,44 +35,6 @@ SAVED_STEP = 3
 def runtime() -> Iterator[Runtime]:
     yield start_runtime(Device.cpu)
     stop_runtime()
-
-
-@contextmanager
-def recorded_rounding() -> Iterator[dict[tuple[str, str, int], tuple[str, object]]]:
-    """Collect a digest and the random stream of every rounded operand, by layer, operand and first token."""
-    found: dict[tuple[str, str, int], tuple[str, object]] = {}
-    originals = OperandRounder.round, OperandRounder.store, OperandRounder.store_both
-
-    def note(rounder: OperandRounder, name: str, tensors: tuple[Tensor, ...]) -> None:
-        if rounder.specs[name].is_quantized:
-            digest = hashlib.blake2b()
-            for tensor in tensors:
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-            first_token = -1 if name.endswith(".w") else rounder.offsets["tokens"]
-            found[rounder.layer, name, first_token] = (digest.hexdigest(), rounder.stream(name))
-
-    def rounded(rounder: OperandRounder, name: str, tensor: Tensor) -> Any:
-        operand = originals[0](rounder, name, tensor)
-        note(rounder, name, (operand.values, operand.amax))
-        return operand
-
-    def stored(rounder: OperandRounder, name: str, tensor: Tensor) -> Any:
-        operand = originals[1](rounder, name, tensor)
-        note(rounder, name, operand.tensors)
-        return operand
-
-    def stored_both(rounder: OperandRounder, row: str, column: str, tensor: Tensor) -> Any:
-        operands = originals[2](rounder, row, column, tensor)
-        for name, operand in zip((row, column), operands, strict=True):
-            note(rounder, name, operand.tensors)
-        return operands
-
-    patched = rounded, stored, stored_both
-    OperandRounder.round, OperandRounder.store, OperandRounder.store_both = patched  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        OperandRounder.round, OperandRounder.store, OperandRounder.store_both = originals  # type: ignore[method-assign]
 
 
 def optimizer_state(engine: Engine) -> dict[str, Tensor]:

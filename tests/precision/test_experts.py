@@ -177,3 +177,16 @@ def test_mtp_follows_the_recipe_when_it_may():
     model = initialized(tiny_model(pattern="-/-"))
     plan = apply_precision(model, nvfp4_recipe(keep=replace(nvfp4_recipe().keep_bf16, mtp=False)), seed=0)
     assert {row.why for row in plan.coverage if row.module.startswith("mtp.")} == {"recipe nvfp4"}
+
+
+def test_a_parameter_that_is_gathered_anew_is_read_anew_and_its_old_memory_let_go():
+    """As ZeRO 3 does it: the values go to other memory between forwards, and back to none after each."""
+    experts, _ = make(nvfp4_table())
+    x = draw(32, 1)
+    values = experts.weight.detach().clone()
+    before = experts(x, ENDS).detach()
+    memory = experts.weight.data.untyped_storage()
+    experts.weight.data = values * 2
+    experts.position.weights_changed()
+    torch.testing.assert_close(experts(x, ENDS).detach(), 2 * before)
+    assert torch._C._storage_Use_Count(memory._cdata) == 1  # ours

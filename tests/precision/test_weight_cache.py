@@ -64,6 +64,15 @@ def test_it_is_made_again_for_another_parameter_with_the_same_values():
     assert not is_kept(cache, nn.Parameter(weight.detach()), rounder=rounder)
 
 
+def test_slices_of_one_parameter_may_be_new_objects():
+    cache, parameter, rounder = WeightCache(), nn.Parameter(torch.randn(2, 32, 48)), make_rounder()
+    cache.parameter = parameter
+    cache.operand("fprop.w", parameter.detach()[0], rounder=rounder, version=0)
+    assert is_kept(cache, parameter.detach()[0], rounder=rounder)
+    cache.parameter = nn.Parameter(parameter.detach().clone())
+    assert not is_kept(cache, cache.parameter.detach()[0], rounder=rounder)
+
+
 def test_it_is_made_again_under_another_spec():
     cache, weight, _ = filled()
     assert not is_kept(cache, weight, rounder=make_rounder(nvfp4_table(weight_block=Block.row_1x16)))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.checkpoint.state import collect_state
+from nvfp4_train.config.engine import EngineConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.recipe import RecipeConfig
@@ -26,13 +27,14 @@ def build_tiny_engine(
     *,
     model: ModelConfig | None = None,
     parallel: ParallelConfig | None = None,
+    engine: EngineConfig | None = None,
     seed: int = 0,
 ) -> Engine:
     parallel = parallel or parallel_layout()
     mesh = build_mesh(parallel, runtime)
     prepared = prepare_model(model or tiny_model(), recipe, seed=seed)
     return build_engine(
-        prepared, mesh=mesh, parallel_cfg=parallel, engine_cfg=torch_engine(), optimizer_cfg=tiny_optimizer()
+        prepared, mesh=mesh, parallel_cfg=parallel, engine_cfg=engine or torch_engine(), optimizer_cfg=tiny_optimizer()
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
+from nvfp4_train.config.engine import DeepSpeedEngineConfig, OffloadDevice, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
 from nvfp4_train.config.optimizer import (
     AdamWConfig,
@@ -119,6 +119,21 @@ def torch_engine(
     return TorchEngineConfig(
         reshard_after_forward=reshard_after_forward, reshard_ranks=reshard_ranks, weight_gather=weight_gather
     )
+
+
+def deepspeed_engine(stage: int, **changes: Any) -> DeepSpeedEngineConfig:
+    """Sharded as far as the stage goes: no parameter of stage 3 is too small."""
+    cfg = DeepSpeedEngineConfig(
+        zero_stage=stage,
+        offload_optimizer=OffloadDevice.none,
+        offload_param=OffloadDevice.none,
+        overlap_comm=False,
+        reduce_bucket_size=None,
+        allgather_bucket_size=None,
+        prefetch_bucket_size=None,
+        param_persistence_threshold=0 if stage == 3 else None,
+    )
+    return replace(cfg, **changes)
 
 
 def tiny_batches(*, step: int, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:
