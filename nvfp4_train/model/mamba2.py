@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from nvfp4_train.config.model import MambaConfig, NormGroup
 from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.documents import Documents
+from nvfp4_train.model.kernels.program import is_fused
+from nvfp4_train.model.kernels.scan import SelectiveScan, selective_scan
 from nvfp4_train.model.linear import Linear
 from nvfp4_train.model.norm import GatedRMSNorm
 from nvfp4_train.model.ssd import FinalState, ScanInputs, scale_heads, ssd_final_state, ssd_scan
@@ -48,6 +50,15 @@ class Scan(nn.Module):
         Returns:
             [B, S, G, R, P] in the dtype of ``x``.
         """
+        if is_fused(x):
+            settings = SelectiveScan(
+                document_ids=documents.ids,
+                chunk_size=self.cfg.chunk_size,
+                dt_min=self.cfg.dt_min,
+                dt_max=self.cfg.dt_max,
+            )
+            scalars = (self.dt_bias, self.A_log, self.D)
+            return selective_scan((x, b, c, dt), scalars, settings, initial_state=initial_state)
         y, _ = ssd_scan(
             self._inputs(x, b=b, c=c, dt=dt),
             document_ids=documents.ids,
