@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_train.model.kernels import pointwise as _kernels  # noqa: F401 - makes the ops
+from nvfp4_train.model.kernels.program import is_fused
+
 IGNORE_INDEX = -100  # label of a token that is not counted, as in torch.nn.functional.cross_entropy
 CHUNK_ELEMENTS_CPU = 2**19  # 2 MiB of FP32: stays in the cache of a core
 CHUNK_ELEMENTS = 2**26  # 256 MiB of FP32: enough to fill an accelerator
@@ -30,6 +33,10 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        if is_fused(logits):
+            losses, log_sums = torch.ops.nvfp4_train.cross_entropy(logits, labels)
+            ctx.save_for_backward(logits, labels, log_sums)
+            return losses.sum()
         ctx.save_for_backward(logits, labels)
         counted = labels != IGNORE_INDEX
         target = labels.where(counted, 0)[:, None]
@@ -41,7 +48,9 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
-        logits, labels = ctx.saved_tensors
+        logits, labels, *log_sums = ctx.saved_tensors
+        if log_sums:
+            return torch.ops.nvfp4_train.cross_entropy_backward(grad_loss, logits, labels, *log_sums), None
         counted = labels != IGNORE_INDEX
         target = labels.where(counted, 0)
         row_grad = torch.where(counted, grad_loss, 0.0)[:, None]

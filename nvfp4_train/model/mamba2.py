@@ -110,7 +110,7 @@ class Mamba2(nn.Module):
         """Map [B, S, D] to [B, S, D]."""
         projected = self.in_proj(h).unflatten(-1, (-1, sum(self.group_split)))  # [B, S, G, rows]
         gate, conv_input, dt = projected.split(self.group_split, dim=-1)
-        mixed = self.conv1d(conv_input.flatten(2), documents)
-        x, b, c = mixed.unflatten(-1, (-1, self.group_split[1])).split(self.conv_split, dim=-1)
+        mixed = self.conv1d(conv_input, documents)  # [B, S, G, x | B | C]
+        x, b, c = mixed.split(self.conv_split, dim=-1)
         y = self.scan(x.unflatten(-1, (-1, self.cfg.d_head)), b=b, c=c, dt=dt, documents=documents)
-        return self.out_proj(self.norm(y.flatten(2), gate.flatten(2)))
+        return self.out_proj(self.norm(y.flatten(3), gate).flatten(2))

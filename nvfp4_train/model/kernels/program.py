@@ -11,7 +11,7 @@ from nvfp4_train.numerics.kernels.loader import FLAGS, Program, is_compiled
 PROGRAM = Program.of(
     "the model",
     Path(__file__).parent,
-    sources="scan.cpp",
+    sources="scan.cpp norm.cpp conv.cpp pointwise.cpp",
     headers="simd.h products.h",
     flags=(*(flag for flag in FLAGS if not flag.startswith("-ffp-contract")), "-ffp-contract=fast"),
 )
