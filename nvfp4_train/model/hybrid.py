@@ -10,7 +10,7 @@ from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.model.block import Block, run_blocks
 from nvfp4_train.model.documents import Documents, locate_documents
 from nvfp4_train.model.linear import Linear
-from nvfp4_train.model.loss import IGNORE_INDEX, cross_entropy_sum
+from nvfp4_train.model.loss import IGNORE_INDEX, cross_entropy_sum_
 from nvfp4_train.model.mtp import MtpDepth, later_labels, shift_left
 from nvfp4_train.model.norm import RMSNorm
 
@@ -113,7 +113,7 @@ class HybridLM(nn.Module):
         return losses
 
     def _loss(self, h: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(self._head(h).flatten(0, 1), labels.flatten())
+        return cross_entropy_sum_(self._head(h).flatten(0, 1), labels.flatten())
 
     def _head(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

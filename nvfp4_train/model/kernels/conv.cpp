@@ -9,7 +9,7 @@
 
 extern "C" {
 
-// Mirrored by `Conv` in conv.py; tensors [rows, size, groups, width].
+// Mirrored by `_Conv` in conv.py; tensors [rows, size, groups, width].
 struct Conv {
     const void* x;
     const float *taps, *bias;  // [d_conv, groups * width], the last for the current token; bias null: none

@@ -10,7 +10,7 @@
 
 extern "C" {
 
-// Mirrored by `Norm` in norm.py; tensors [tokens, norms * pieces, width].
+// Mirrored by `_Norm` in norm.py; tensors [tokens, norms * pieces, width].
 struct Norm {
     const void *x, *gate;    // gate null: not gated
     const float* weight;     // [norms * pieces * width]

@@ -9,15 +9,15 @@ extern "C" {
 void squared_relu_forward(const void* x, void* y, int64_t count, int32_t is_fp32, int32_t threads);
 void squared_relu_backward(const void* x, const void* grad_y, void* grad_x, int64_t count, int32_t is_fp32, int32_t threads);
 
-// Mirrored by `Entropy` in loss.py.
+// Mirrored by `_Entropy` in pointwise.py.
 struct Entropy {
     const void* logits;        // [tokens, vocabulary], rows of `stride`
     const int64_t* labels;     // [tokens]; negative: not counted
     float* log_sums;           // [tokens]: log of the sum of exponentials
     float* losses;             // [tokens]
     const float* grad_loss;    // one number
-    void* grad_logits;         // contiguous; may be the logits
-    int64_t tokens, vocabulary, stride;
+    void* grad_logits;         // rows of `grad_stride`; may be the logits
+    int64_t tokens, vocabulary, stride, grad_stride;
     int32_t is_fp32, threads;
 };
 
@@ -84,7 +84,7 @@ void grads(const Entropy& e) {
 #pragma omp parallel for num_threads(e.threads) schedule(static)
     for (int64_t token = 0; token < e.tokens; ++token) {
         const T* logits = static_cast<const T*>(e.logits) + token * e.stride;
-        T* out = static_cast<T*>(e.grad_logits) + token * e.vocabulary;
+        T* out = static_cast<T*>(e.grad_logits) + token * e.grad_stride;
         const int64_t label = e.labels[token];
         const float factor = label < 0 ? 0.0f : *e.grad_loss, log_sum = e.log_sums[token];
         const float chosen = label < 0 ? 0.0f : std::exp(to_float(logits[label]) - log_sum);

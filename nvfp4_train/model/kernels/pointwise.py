@@ -16,7 +16,7 @@ class _Entropy(ctypes.Structure):
 
     _fields_ = [
         *((name, _pointer) for name in ("logits", "labels", "log_sums", "losses", "grad_loss", "grad_logits")),
-        *((name, _int64) for name in ("tokens", "vocabulary", "stride")),
+        *((name, _int64) for name in ("tokens", "vocabulary", "stride", "grad_stride")),
         *((name, _int32) for name in ("is_fp32", "threads")),
     ]
 
@@ -69,20 +69,20 @@ def _(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001 
     return _per_token(logits)
 
 
-@torch.library.custom_op("nvfp4_train::cross_entropy_backward", mutates_args=())
-def cross_entropy_backward(grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sums: Tensor) -> Tensor:
-    """The gradient of the logits from that of the sum of the losses, fp32 []."""
-    grad_logits, grad_loss = logits.new_empty(logits.shape), grad_loss.to(torch.float32)
+@torch.library.custom_op("nvfp4_train::cross_entropy_backward", mutates_args=("grad_logits",))
+def cross_entropy_backward(
+    grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sums: Tensor, grad_logits: Tensor
+) -> None:
+    """Write the gradient of the logits, from that of the sum of the losses, fp32 []; the logits may be the place."""
+    grad_loss = grad_loss.to(torch.float32)
     call, kept = _entropy(logits, labels, log_sums)
-    call.grad_loss, call.grad_logits = grad_loss.data_ptr(), grad_logits.data_ptr()
+    call.grad_loss, call.grad_logits, call.grad_stride = (
+        grad_loss.data_ptr(),
+        grad_logits.data_ptr(),
+        grad_logits.stride(0),
+    )
     library(PROGRAM).entropy_backward(ctypes.byref(call))
-    del kept
-    return grad_logits
-
-
-@cross_entropy_backward.register_fake
-def _(grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sums: Tensor) -> Tensor:  # noqa: ARG001 - the signature
-    return logits.new_empty(logits.shape)
+    del kept  # alive until here
 
 
 def _per_token(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@
 
 extern "C" {
 
-// Mirrored by `Scan` in scan.py. B rows of S tokens in L chunks; G groups of R heads; heads of P channels and N states.
+// Mirrored by `_Scan` in scan.py. B rows of S tokens in L chunks; G groups of R heads; heads of P channels and N states.
 struct Scan {
     const void *x, *b, *c, *dt;               // [B, S, G, R*P], [B, S, G, N], [B, S, G, N], [B, S, G, R]
     const float *bias, *a_log, *skip;         // [G, R]

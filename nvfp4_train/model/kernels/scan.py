@@ -23,8 +23,8 @@ class _Scan(ctypes.Structure):
             (name, _pointer)
             for name in (
                 "x", "b", "c", "dt", "bias", "a_log", "skip", "ids", "initial", "y", "states", "steps", "sums",
-                "decays", "grad_y", "grad_states", "grad_decays", "grad_initial", "grad_x", "grad_b", "grad_c", "grad_dt",
-                "grad_bias", "grad_a_log", "grad_skip",
+                "decays", "grad_y", "grad_states", "grad_decays", "grad_initial", "grad_x", "grad_b", "grad_c",
+                "grad_dt", "grad_bias", "grad_a_log", "grad_skip",
             )
         ),
         *((name, _int64) for name in ("rows", "size", "chunk", "groups", "heads", "width", "depth")),
