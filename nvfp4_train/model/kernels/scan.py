@@ -73,8 +73,7 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, settings: SelectiveScan, initial_state: Tensor | None, *tensors: Tensor) -> Tensor:
-        ids = settings.document_ids.to(torch.int64).contiguous()
-        initial = None if initial_state is None else initial_state.to(torch.float32).contiguous()
+        ids, initial = settings.document_ids, initial_state
         numbers = [float(settings.chunk_size), settings.dt_min, settings.dt_max]
         y, *kept = torch.ops.nvfp4_train.scan_forward(list(tensors), ids, initial, numbers)
         ctx.save_for_backward(*tensors, ids, initial, *kept)
@@ -95,12 +94,12 @@ def scan_forward(
     tensors: list[Tensor], ids: Tensor, initial: Tensor | None, numbers: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, the state at the start of each chunk, time steps, sums of log-decays, and decays of chunks."""
-    tensors = [_readable(tensor) for tensor in tensors]
     results = _results(tensors[0], tensors[1], int(numbers[0]))
-    call = _call(tensors, ids, initial, numbers)
+    call, kept = _call(tensors, ids, initial, numbers)
     for name, tensor in zip(("y", "states", "steps", "sums", "decays"), results, strict=True):
         setattr(call, name, tensor.data_ptr())
     library(PROGRAM).scan_forward(ctypes.byref(call))
+    del kept  # alive until here
     return results
 
 
@@ -119,9 +118,8 @@ def scan_backward(
     grad_y: Tensor, tensors: list[Tensor], kept: list[Tensor], initial: Tensor | None, numbers: list[float]
 ) -> list[Tensor]:
     """Gradients of the activations, of the scalars (stacked), and of the initial state."""
-    tensors = [_readable(tensor) for tensor in tensors]
     ids, states, steps, sums, decays = kept
-    call = _call(tensors, ids, initial, numbers)
+    call, pointed_to = _call(tensors, ids, initial, numbers)
     grad_states, grad_decays = torch.empty_like(states), torch.empty_like(decays)
     grads = _grads(tensors, states)
     partial = torch.empty(3, *decays.shape)
@@ -133,6 +131,7 @@ def scan_backward(
     for name, tensor in (inputs | outputs).items():
         setattr(call, name, tensor.data_ptr())
     library(PROGRAM).scan_backward(ctypes.byref(call))
+    del pointed_to  # alive until here
     return [*grads[:4], partial.flatten(1, 2).sum(dim=1).flatten(1), grad_initial]
 
 
@@ -180,16 +179,21 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if inner.is_contiguous() else tensor.contiguous()
 
 
-def _call(tensors: list[Tensor], ids: Tensor, initial: Tensor | None, numbers: list[float]) -> _Scan:
-    x, b, c, dt, bias, a_log, skip = tensors
-    rows, size, groups, heads, width = x.shape
-    call = _Scan(rows=rows, size=size, groups=groups, heads=heads, width=width, depth=b.shape[-1])
-    named = {"x": x, "b": b, "c": c, "dt": dt, "bias": bias, "a_log": a_log, "skip": skip, "ids": ids}
+def _call(
+    tensors: list[Tensor], ids: Tensor, initial: Tensor | None, numbers: list[float]
+) -> tuple[_Scan, dict[str, Tensor]]:
+    """Return the job, and the tensors that it points to and the caller must keep alive."""
+    names = ("x", "b", "c", "dt", "bias", "a_log", "skip")
+    named = dict(zip(names, map(_readable, tensors), strict=True))
+    named["ids"] = ids.to(torch.int64).contiguous()
+    if initial is not None:
+        named["initial"] = initial.to(torch.float32).contiguous()
+    rows, size, groups, heads, width = named["x"].shape
+    call = _Scan(rows=rows, size=size, groups=groups, heads=heads, width=width, depth=named["b"].shape[-1])
     for name, tensor in named.items():
         setattr(call, name, tensor.data_ptr())
-    call.initial = None if initial is None else initial.data_ptr()
     for name in ("x", "b", "c", "dt"):
         setattr(call, f"{name}_strides", (_int64 * 3)(*named[name].stride()[:3]))
     call.chunk, call.dt_min, call.dt_max = min(int(numbers[0]), size), numbers[1], numbers[2]
-    call.is_fp32, call.threads = int(x.dtype is torch.float32), torch.get_num_threads()
-    return call
+    call.is_fp32, call.threads = int(named["x"].dtype is torch.float32), torch.get_num_threads()
+    return call, named
