@@ -11,6 +11,9 @@ from nvfp4_train.model.kernels import conv as _kernels  # noqa: F401 - makes the
 from nvfp4_train.model.kernels.program import is_fused
 
 
+MAX_FUSED_TAPS = 64  # of the CPU kernel
+
+
 class CausalConv1d(nn.Module):
     """Mix each channel with its own ``d_conv - 1`` past tokens of the same document, then apply SiLU, in FP32.
 
@@ -53,7 +56,7 @@ class _ConvolveSilu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None) -> Tensor:
-        ctx.fused = weight.dtype is torch.float32 and is_fused(x)
+        ctx.fused = weight.dtype is torch.float32 and weight.shape[1] <= MAX_FUSED_TAPS and is_fused(x)
         ctx.save_for_backward(x, weight, bias, document_ids)
         if ctx.fused:
             return torch.ops.nvfp4_train.conv_forward(_in_groups(x), weight, bias, document_ids).view(x.shape)

@@ -110,7 +110,7 @@ def _divide(inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int) -> _Ch
     size = inputs.x.shape[1]
     chunk_size = min(chunk_size, size)
     padding = -size % chunk_size
-    tensors = (inputs.x, inputs.log_decay, inputs.b, inputs.c)
+    tensors: tuple[Tensor, ...] = (inputs.x, inputs.log_decay, inputs.b, inputs.c)
     if padding:  # x = 0 and log_decay = 0 leave the state as it is
         tensors = tuple(F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in tensors)
         document_ids = torch.cat((document_ids, document_ids[:, -1:].expand(-1, padding)), dim=1)

@@ -18,7 +18,7 @@ struct Conv {
     const void* grad_y;        // contiguous
     void* grad_x;              // contiguous
     float* grad_taps;          // [rows, ceil(size / kTokens), d_conv + 1, groups * width]; the last is the bias
-    int64_t rows, size, groups, width, d_conv;
+    int64_t rows, size, groups, width, d_conv;  // d_conv: at most 64
     int64_t x_strides[3];      // of rows, tokens and groups
     int32_t is_fp32, threads;
 };
@@ -67,71 +67,106 @@ struct Unit {
         while (age < most && ids[-age - 1] == ids[0]) ++age;
         return age;
     }
-    Vector convolve(int64_t token, int64_t reach, int64_t i) const {
-        const int64_t left = count - i;
-        Vector z = c.bias ? load_part(c.bias + column() + i, left) : Vector{};
-        for (int64_t age = 0; age <= reach; ++age) z += load_part(x(token - age) + i, left) * load_part(tap(age) + i, left);
-        return z;
+    // Pointers to what one token sees, as values of their own: a compiler must take a store for a change of anything else.
+    // kReach is that of the token where a compiler should know it, else -1.
+    template <int kReach>
+    struct View {
+        static constexpr int64_t kMost = kReach >= 0 ? kReach + 1 : 64;
+        const T* x[kMost];
+        const float *taps[kMost], *bias;
+        int64_t ages, count;
+
+        View(const Unit& u, int64_t token, int64_t reach)
+            : bias(u.c.bias ? u.c.bias + u.column() : nullptr), ages(kReach >= 0 ? kReach + 1 : reach + 1), count(u.count) {
+            for (int64_t age = 0; age < ages; ++age) x[age] = u.x(token - age), taps[age] = u.tap(age);
+        }
+        Vector convolve(int64_t i) const {
+            const int64_t left = count - i;
+            Vector z = bias ? load_part(bias + i, left) : Vector{};
+            for (int64_t age = 0; age < ages; ++age) z += load_part(x[age] + i, left) * load_part(taps[age] + i, left);
+            return z;
+        }
+    };
+
+    template <int kReach>
+    void forward_token(int64_t token, int64_t reach) const {
+        T* y = static_cast<T*>(c.y) + place(token);
+        const View<kReach> view(*this, token, reach);
+        for (int64_t i = 0; i < view.count; i += kWide) {
+            const Vector z = view.convolve(i);
+            store_part(y + i, z * sigmoid(z), view.count - i);
+        }
     }
 
     void forward() const {
         for (int64_t token = start; token < end; ++token) {
             const int64_t far = reach(token);
-            T* y = static_cast<T*>(c.y) + place(token);
-            for (int64_t i = 0; i < count; i += kWide) {
-                const Vector z = convolve(token, far, i);
-                store_part(y + i, z * sigmoid(z), count - i);
-            }
+            if (far == 3) forward_token<3>(token, far);
+            else forward_token<-1>(token, far);
         }
     }
 
-    // The gradient before SiLU, of the unit's tokens and of those after it that see them.
-    void grads_inside(float* grads) const {
-        const int64_t last = std::min(c.size, end + c.d_conv - 1);
-        for (int64_t token = start; token < last; ++token) {
-            const int64_t far = reach(token);
-            const T* grad_y = static_cast<const T*>(c.grad_y) + place(token);
-            for (int64_t i = 0; i < count; i += kWide) {
-                const Vector z = convolve(token, far, i), sig = sigmoid(z);
-                const Vector slope = sig * (1.0f + z * (1.0f - sig));
-                store(grads + (token - start) * kChannels + i, load_part(grad_y + i, count - i) * slope);
+    // The gradient before SiLU, and what the unit's own tokens add to those of the taps: `sums` [d_conv + 1, kChannels].
+    template <int kReach>
+    void grads_inside(int64_t token, int64_t reach, float* grads, float* sums) const {
+        const T* grad_y = static_cast<const T*>(c.grad_y) + place(token);
+        const View<kReach> view(*this, token, reach);
+        const int64_t last = c.d_conv - 1;
+        const bool is_own = token < end;
+        grads += (token - start) * kChannels;
+        for (int64_t i = 0; i < view.count; i += kWide) {
+            const Vector z = view.convolve(i), sig = sigmoid(z);
+            const Vector grad = load_part(grad_y + i, view.count - i) * (sig * (1.0f + z * (1.0f - sig)));
+            store(grads + i, grad);
+            if (!is_own) continue;
+            for (int64_t age = 0; age < view.ages; ++age) {
+                float* sum = sums + (last - age) * kChannels + i;
+                store(sum, load(sum) + grad * load_part(view.x[age] + i, view.count - i));
             }
+            float* bias = sums + (last + 1) * kChannels + i;
+            store(bias, load(bias) + grad);
         }
     }
 
-    void backward(float* grads) const {
-        grads_inside(grads);
-        const int64_t channels = c.groups * c.width;
-        float* grad_taps = c.grad_taps + (row * up(c.size, kTokens) + block) * (c.d_conv + 1) * channels + column();
-        for (int64_t i = 0; i < count; i += kWide) {
-            const int64_t left = count - i;
-            for (int64_t age = 0; age < c.d_conv; ++age) {
-                Vector total = {};
-                for (int64_t token = start; token < end; ++token)
-                    if (age <= reach_[token - start]) total += load(grads + (token - start) * kChannels + i) * load_part(x(token - age) + i, left);
-                store_part(grad_taps + (c.d_conv - 1 - age) * channels + i, total, left);
-            }
+    // From the gradients of all tokens that see this one.
+    template <int kTaps>
+    void grad_of_token(int64_t token, const int64_t* reaches, const float* grads) const {
+        T* grad_x = static_cast<T*>(c.grad_x) + place(token);
+        constexpr int64_t kMost = kTaps > 0 ? kTaps : 64;
+        const float *from[kMost], *taps[kMost];
+        int64_t seen = 0;
+        const int64_t most = std::min(kTaps > 0 ? kTaps : c.d_conv, c.size - token), channels = count;
+        for (int64_t age = 0; age < most; ++age) {
+            if (kTaps == 0 && age > reaches[token + age - start]) continue;
+            from[seen] = grads + (token + age - start) * kChannels, taps[seen++] = tap(age);
+        }
+        const int64_t terms = kTaps > 0 ? kTaps : seen;
+        for (int64_t i = 0; i < channels; i += kWide) {
             Vector total = {};
-            for (int64_t token = start; token < end; ++token) total += load(grads + (token - start) * kChannels + i);
-            store_part(grad_taps + c.d_conv * channels + i, total, left);
+            for (int64_t term = 0; term < terms; ++term) total += load(from[term] + i) * load_part(taps[term] + i, channels - i);
+            store_part(grad_x + i, total, channels - i);
+        }
+    }
+
+    // `grads` holds [kTokens + d_conv, kChannels], `sums` [d_conv + 1, kChannels].
+    void backward(float* grads, float* sums, std::vector<int64_t>& reaches) const {
+        const int64_t last = std::min(c.size, end + c.d_conv - 1), channels = c.groups * c.width;
+        std::fill_n(sums, (c.d_conv + 1) * kChannels, 0.0f);
+        reaches.resize(size_t(last - start));
+        for (int64_t token = start; token < last; ++token) {
+            const int64_t far = reaches[size_t(token - start)] = reach(token);
+            if (far == 3) grads_inside<3>(token, far, grads, sums);
+            else grads_inside<-1>(token, far, grads, sums);
         }
         for (int64_t token = start; token < end; ++token) {
-            T* grad_x = static_cast<T*>(c.grad_x) + place(token);
-            for (int64_t i = 0; i < count; i += kWide) {
-                Vector total = {};
-                for (int64_t age = 0; age < c.d_conv && token + age < c.size; ++age)
-                    if (age <= reach_[token + age - start])
-                        total += load(grads + (token + age - start) * kChannels + i) * load_part(tap(age) + i, count - i);
-                store_part(grad_x + i, total, count - i);
-            }
+            bool all_see = c.d_conv == 4 && token + 3 < c.size;
+            for (int64_t age = 0; all_see && age < 4; ++age) all_see = age <= reaches[size_t(token + age - start)];
+            if (all_see) grad_of_token<4>(token, reaches.data(), grads);
+            else grad_of_token<0>(token, reaches.data(), grads);
         }
-    }
-
-    std::vector<int64_t> reach_;
-    void find_reach() {
-        const int64_t last = std::min(c.size, end + c.d_conv - 1);
-        reach_.resize(size_t(last - start));
-        for (int64_t token = start; token < last; ++token) reach_[size_t(token - start)] = reach(token);
+        float* grad_taps = c.grad_taps + (row * up(c.size, kTokens) + block) * (c.d_conv + 1) * channels + column();
+        for (int64_t tap = 0; tap <= c.d_conv; ++tap)
+            std::memcpy(grad_taps + tap * channels, sums + tap * kChannels, sizeof(float) * size_t(count));
     }
 };
 
@@ -145,13 +180,11 @@ template <typename T>
 void backward(const Conv& c) {
 #pragma omp parallel num_threads(c.threads)
     {
-        std::vector<float> grads(size_t((kTokens + c.d_conv) * kChannels + kWide));
+        std::vector<float> grads(size_t((kTokens + c.d_conv) * kChannels)), sums(size_t((c.d_conv + 1) * kChannels));
+        std::vector<int64_t> reaches;
 #pragma omp for schedule(static)
-        for (int64_t number = 0; number < Unit<T>::number_of_units(c); ++number) {
-            Unit<T> unit(c, number);
-            unit.find_reach();
-            unit.backward(grads.data());
-        }
+        for (int64_t number = 0; number < Unit<T>::number_of_units(c); ++number)
+            Unit<T>(c, number).backward(grads.data(), sums.data(), reaches);
     }
 }
 

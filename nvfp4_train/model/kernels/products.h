@@ -7,10 +7,6 @@
 
 #include "simd.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 template <typename T> struct Word;

@@ -10,6 +10,10 @@
 #include <algorithm>
 #include <type_traits>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int kWide = 16;
@@ -28,9 +32,13 @@ inline Vector load(const float* x) { Vector v; std::memcpy(&v, x, sizeof v); ret
 inline void store(float* x, Vector v) { std::memcpy(x, &v, sizeof v); }
 
 inline Vector load(const BFloat16* x) {
+#if defined(__AVX512F__)  // GCC 12 converts vectors of 16 in halves
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16);
+#else
     Halves halves;
     std::memcpy(&halves, x, sizeof halves);
     return (Vector)(__builtin_convertvector(halves, Bits) << 16);
+#endif
 }
 
 // Rounds to nearest even.
@@ -39,8 +47,12 @@ inline Bits bf16_bits(Vector v) {
     return (v == v ? rounded : Bits{} + 0x7FC00000u) >> 16;
 }
 inline void store(BFloat16* x, Vector v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtepi32_epi16((__m512i)bf16_bits(v)));
+#else
     const Halves halves = __builtin_convertvector(bf16_bits(v), Halves);
     std::memcpy(x, &halves, sizeof halves);
+#endif
 }
 
 // The first `count` lanes; the others are zero, and are not written.
