@@ -10,7 +10,6 @@ from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.kernels import conv as _kernels  # noqa: F401 - makes the ops
 from nvfp4_train.model.kernels.program import is_fused
 
-
 MAX_FUSED_TAPS = 64  # of the CPU kernel
 
 

@@ -190,5 +190,14 @@ void backward(const Conv& c) {
 
 }  // namespace
 
-extern "C" void conv_forward(const Conv* conv) { conv->is_fp32 ? forward<float>(*conv) : forward<BFloat16>(*conv); }
-extern "C" void conv_backward(const Conv* conv) { conv->is_fp32 ? backward<float>(*conv) : backward<BFloat16>(*conv); }
+static size_t bytes_of(const Conv& c) { return size_t(c.rows * c.size * c.groups * c.width) * (c.is_fp32 ? 4 : 2); }
+
+extern "C" void conv_forward(const Conv* conv) {
+    prefer_large_pages(conv->y, bytes_of(*conv));
+    conv->is_fp32 ? forward<float>(*conv) : forward<BFloat16>(*conv);
+}
+
+extern "C" void conv_backward(const Conv* conv) {
+    prefer_large_pages(conv->grad_x, bytes_of(*conv));
+    conv->is_fp32 ? backward<float>(*conv) : backward<BFloat16>(*conv);
+}

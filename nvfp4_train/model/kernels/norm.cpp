@@ -154,12 +154,17 @@ void backward(const Norm& n) {
 
 }  // namespace
 
+static size_t bytes_of(const Norm& n) { return size_t(n.tokens * n.norms * n.pieces * n.width) * (n.is_fp32 ? 4 : 2); }
+
 extern "C" void norm_forward(const Norm* norm) {
+    prefer_large_pages(norm->y, bytes_of(*norm));
     if (norm->is_fp32) norm->gate ? forward<float, true>(*norm) : forward<float, false>(*norm);
     else norm->gate ? forward<BFloat16, true>(*norm) : forward<BFloat16, false>(*norm);
 }
 
 extern "C" void norm_backward(const Norm* norm) {
+    prefer_large_pages(norm->grad_x, bytes_of(*norm));
+    if (norm->gate) prefer_large_pages(norm->grad_gate, bytes_of(*norm));
     if (norm->is_fp32) norm->gate ? backward<float, true>(*norm) : backward<float, false>(*norm);
     else norm->gate ? backward<BFloat16, true>(*norm) : backward<BFloat16, false>(*norm);
 }

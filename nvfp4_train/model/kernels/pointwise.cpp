@@ -101,11 +101,13 @@ void grads(const Entropy& e) {
 extern "C" {
 
 void squared_relu_forward(const void* x, void* y, int64_t count, int32_t is_fp32, int32_t threads) {
+    prefer_large_pages(y, size_t(count) * (is_fp32 ? 4 : 2));
     if (is_fp32) squared_relu(static_cast<const float*>(x), static_cast<float*>(y), count, threads);
     else squared_relu(static_cast<const BFloat16*>(x), static_cast<BFloat16*>(y), count, threads);
 }
 
 void squared_relu_backward(const void* x, const void* grad_y, void* grad_x, int64_t count, int32_t is_fp32, int32_t threads) {
+    prefer_large_pages(grad_x, size_t(count) * (is_fp32 ? 4 : 2));
     if (is_fp32)
         squared_relu_slope(static_cast<const float*>(x), static_cast<const float*>(grad_y), static_cast<float*>(grad_x), count,
                            threads);

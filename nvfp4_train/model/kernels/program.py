@@ -12,7 +12,7 @@ PROGRAM = Program.of(
     "the model",
     Path(__file__).parent,
     sources="scan.cpp norm.cpp conv.cpp pointwise.cpp",
-    headers="simd.h products.h",
+    headers="simd.h products.h ../../numerics/kernels/pages.h",
     flags=(*(flag for flag in FLAGS if not flag.startswith("-ffp-contract")), "-ffp-contract=fast"),
 )
 DTYPES = (torch.float32, torch.bfloat16)

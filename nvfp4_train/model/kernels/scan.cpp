@@ -571,5 +571,22 @@ void backward(const Scan& s) {
 
 }  // namespace
 
-extern "C" void scan_forward(const Scan* scan) { scan->is_fp32 ? forward<float>(*scan) : forward<BFloat16>(*scan); }
-extern "C" void scan_backward(const Scan* scan) { scan->is_fp32 ? backward<float>(*scan) : backward<BFloat16>(*scan); }
+static size_t bytes_of_tokens(const Scan& s, int64_t per_group) {
+    return size_t(s.rows * s.size * s.groups * per_group) * (s.is_fp32 ? 4 : 2);
+}
+static size_t bytes_of_states(const Scan& s) {
+    return size_t(s.rows * num_chunks(s) * s.groups * s.heads * s.depth * s.width) * (s.is_fp32 ? 4 : 2);
+}
+
+extern "C" void scan_forward(const Scan* scan) {
+    prefer_large_pages(scan->y, bytes_of_tokens(*scan, scan->heads * scan->width));
+    prefer_large_pages(scan->states, bytes_of_states(*scan));
+    scan->is_fp32 ? forward<float>(*scan) : forward<BFloat16>(*scan);
+}
+
+extern "C" void scan_backward(const Scan* scan) {
+    prefer_large_pages(scan->grad_states, bytes_of_states(*scan));
+    prefer_large_pages(scan->grad_x, bytes_of_tokens(*scan, scan->heads * scan->width));
+    for (void* grad : {scan->grad_b, scan->grad_c}) prefer_large_pages(grad, bytes_of_tokens(*scan, scan->depth));
+    scan->is_fp32 ? backward<float>(*scan) : backward<BFloat16>(*scan);
+}

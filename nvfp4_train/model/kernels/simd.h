@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include "../../numerics/kernels/pages.h"
+
 #include <cstdint>
 #include <cstring>
 

@@ -20,8 +20,15 @@ def test_which_tensors_the_kernels_take():
 
 
 def test_every_source_is_named():
-    files = {path.name for path in (*PROGRAM.sources, *PROGRAM.headers)}
-    assert files == {path.name for path in PROGRAM.sources[0].parent.iterdir() if path.suffix in {".cpp", ".h"}}
+    named = {path.resolve() for path in (*PROGRAM.sources, *PROGRAM.headers)}
+    included = {
+        (path.parent / line.split('"')[1]).resolve()
+        for path in named
+        for line in path.read_text().splitlines()
+        if line.startswith('#include "')
+    }
+    sources = {path for path in PROGRAM.sources[0].parent.iterdir() if path.suffix in {".cpp", ".h"}}
+    assert sources | included == named
 
 
 def test_without_a_compiler_plain_pytorch_computes_after_one_warning(tmp_path, monkeypatch: pytest.MonkeyPatch):
