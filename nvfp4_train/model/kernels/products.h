@@ -33,6 +33,7 @@ inline Vector multiply_add(Vector sum, uint32_t a, Bits b) {
 }
 
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t whole(int64_t count) { return up(count, kWide) * kWide; }
 
 // A left operand [rows, depth] of words, in any layout.
 template <typename W>

@@ -11,8 +11,8 @@ from nvfp4_train.numerics.kernels.loader import FLAGS, Program, is_compiled
 PROGRAM = Program.of(
     "the model",
     Path(__file__).parent,
-    sources="scan.cpp norm.cpp conv.cpp pointwise.cpp",
-    headers="simd.h products.h ../../numerics/kernels/pages.h",
+    sources="scan.cpp attention.cpp norm.cpp conv.cpp pointwise.cpp",
+    headers="simd.h products.h scratch.h ../../numerics/kernels/pages.h",
     flags=(*(flag for flag in FLAGS if not flag.startswith("-ffp-contract")), "-ffp-contract=fast"),
 )
 DTYPES = (torch.float32, torch.bfloat16)

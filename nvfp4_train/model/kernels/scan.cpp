@@ -12,9 +12,9 @@
 // Terms between documents are exact zeros.
 
 #include "products.h"
+#include "scratch.h"
 
 #include <cmath>
-#include <vector>
 
 extern "C" {
 
@@ -44,30 +44,6 @@ void scan_backward(const Scan* scan);
 
 namespace {
 
-// Memory of one thread, handed out piece by piece and kept for the next unit.
-class Scratch {
-  public:
-    void restart() { used_ = 0; }
-    template <typename T>
-    T* take(int64_t count) {
-        const size_t bytes = (sizeof(T) * size_t(count) + 63) / 64 * 64;
-        if (used_ == pieces_.size()) pieces_.emplace_back();
-        std::vector<char>& piece = pieces_[used_++];
-        if (piece.size() < bytes + 64) piece.resize(bytes + 64);
-        return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(piece.data()) + 63) / 64 * 64);
-    }
-    float* zeros(int64_t count) {
-        float* values = take<float>(count);
-        std::memset(values, 0, sizeof(float) * size_t(count));
-        return values;
-    }
-
-  private:
-    std::vector<std::vector<char>> pieces_;
-    size_t used_ = 0;
-};
-
-int64_t whole(int64_t count) { return up(count, kWide) * kWide; }
 int64_t num_chunks(const Scan& s) { return up(s.size, s.chunk); }
 
 // One group of heads in one chunk.
@@ -535,11 +511,6 @@ class Backward {
 };
 
 // ---------------------------------------------------------------------------------------------------------------- threads
-
-Scratch& own_scratch() {
-    thread_local Scratch scratch;
-    return scratch;
-}
 
 template <typename T, typename Function>
 void for_each_unit(const Scan& s, Function function) {
