@@ -3,22 +3,21 @@
     python benchmarks/model.py [--json FILE] [--rounds 5] [--threads 2] [--parts hybrid mamba memory length]
 
 The hybrid has the shape below in ours and in transformers' NemotronH; the Mamba model has 8 layers of the same widths.
-Peers are as transformers makes them: their own chunk sizes, FP32 or BF16 autocast, labels given. Memory is measured in a
-process of its own for each model: the largest resident set during the second step, less that of the process before it
-built the model. It holds parameters, gradients and activations.
+Peers are as transformers makes them: their own chunk sizes, FP32 or BF16 autocast, labels given. Memory is measured in
+a process of its own for each model: the largest resident set during the second step, less that of the process before
+it built the model. It holds parameters, gradients and activations.
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,16 +32,16 @@ from nvfp4_train.precision.position import RoundingPosition
 
 WIDTHS = (
     "model.d_model=512", "model.vocab_size=8192", "model.mamba.num_heads=16", "model.mamba.d_head=64",
-    "model.mamba.d_state=128", "model.mamba.num_groups=2", "model.attention.num_heads=8", "model.attention.num_kv_heads=2",
-    "model.attention.d_head=64", "model.mlp.d_ff=2048",
+    "model.mamba.d_state=128", "model.mamba.num_groups=2", "model.attention.num_heads=8",
+    "model.attention.num_kv_heads=2", "model.attention.d_head=64", "model.mlp.d_ff=2048",
 )  # fmt: skip
 PATTERNS = {"hybrid": "M-M*-M-M", "mamba": "MMMMMMMM"}
 PEER_WIDTHS: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "n_groups": 2, "use_bias": False, "use_cache": False,
 }  # fmt: skip
 PEER_HYBRID: dict[str, Any] = {
-    "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "ssm_state_size": 128,
-    "mamba_num_heads": 16, "mamba_head_dim": 64,
+    "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "ssm_state_size": 128, "mamba_num_heads": 16, "mamba_head_dim": 64,
     "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "mamba"],
 }  # fmt: skip
 PEER_MAMBA: dict[str, Any] = {
@@ -51,6 +50,7 @@ PEER_MAMBA: dict[str, Any] = {
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 OURS = ("fp32", "bf16", "nvfp4")
 MODELS = (*OURS, "transformers fp32", "transformers bf16")
+MAMBA_MODELS = ("fp32", "bf16", "transformers fp32", "transformers bf16")
 MIB = 2**20
 
 
@@ -108,8 +108,15 @@ def build_peer(*, kind: str, tokens: Tensor, in_bf16: bool) -> Callable[[], obje
     return step
 
 
-def race_models(kind: str, names: tuple[str, ...], *, reference: str, arguments: argparse.Namespace) -> list[Result]:
-    """Time models side by side and print tokens/s by the reference's."""
+def present(names: Iterable[str]) -> list[str]:
+    """Leave out peers where transformers is not installed."""
+    return [name for name in names if name in OURS or find_spec("transformers") is not None]
+
+
+def race_models(kind: str, names: Iterable[str], *, arguments: argparse.Namespace) -> list[Result]:
+    """Time models side by side and print tokens/s by the last one's: the peer in BF16, where it is asked for."""
+    names = present(names)
+    reference = names[-1]
     clock = choose_clock(arguments.threads, cpu_time=arguments.cpu_time)
     steps = {name: build_step(name, kind=kind, size=arguments.tokens) for name in names}
     results = race(steps, reference=reference, rounds=arguments.rounds, elements=arguments.tokens, clock=clock)
@@ -169,8 +176,7 @@ def measure_memory(arguments: argparse.Namespace) -> list[Memory]:
     """Run each model in a process of its own."""
     rows = []
     for kind in PATTERNS:
-        names = MODELS if kind == "hybrid" else ("fp32", "bf16", "transformers fp32", "transformers bf16")
-        for name in names:
+        for name in present(MODELS if kind == "hybrid" else MAMBA_MODELS):
             command = [sys.executable, __file__, "--peak", kind, name, "--tokens", str(arguments.tokens)]
             environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
             result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -179,7 +185,7 @@ def measure_memory(arguments: argparse.Namespace) -> list[Memory]:
     print("\npeak memory of a step")
     for row in rows:
         kind, own = row.name.split()[0], row.name.split()[-1]
-        peer = peaks[f"{kind} transformers {'fp32' if own == 'fp32' else 'bf16'}"]
+        peer = peaks.get(f"{kind} transformers {'fp32' if own == 'fp32' else 'bf16'}", float("nan"))
         print(f"{row.name:26} {row.peak_mib:8.0f} MiB, {row.peak_mib / peer:5.2f} x transformers")
     return rows
 
@@ -202,11 +208,9 @@ def main() -> None:
         return
     tables: dict[str, list[Any]] = {}
     if "hybrid" in arguments.parts:
-        reference = "transformers bf16" if "transformers bf16" in arguments.models else arguments.models[0]
-        tables["hybrid"] = race_models("hybrid", tuple(arguments.models), reference=reference, arguments=arguments)
+        tables["hybrid"] = race_models("hybrid", arguments.models, arguments=arguments)
     if "mamba" in arguments.parts:
-        names = ("fp32", "bf16", "transformers fp32", "transformers bf16")
-        tables["mamba"] = race_models("mamba", names, reference="transformers bf16", arguments=arguments)
+        tables["mamba"] = race_models("mamba", MAMBA_MODELS, arguments=arguments)
     if "memory" in arguments.parts:
         tables["memory"] = measure_memory(arguments)
     if "length" in arguments.parts:
