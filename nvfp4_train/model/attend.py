@@ -1,7 +1,8 @@
-"""Causal attention within documents: three ways to the same numbers.
+"""Causal attention within documents: ways to the same numbers.
 
-On a CPU each document is a call of its own, so that packing many short documents costs less than one long one. On CUDA
-a compiled kernel skips the blocks that the mask closes. Where neither is known, a mask of [B, S, S] does it.
+On a CPU a kernel looks at no more than what each query sees. Without it each document is a call of its own, so that
+packing many short documents costs less than one long one. On CUDA a compiled kernel skips the blocks that the mask
+closes. Where neither is known, a mask of [B, S, S] does it.
 """
 
 from functools import cache
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from nvfp4_train.model.documents import Documents, Span
+from nvfp4_train.model.kernels.attention import attend_fused
+from nvfp4_train.model.kernels.program import is_fused
 
 MIN_CHUNK_TOKENS = 128  # queries that a sliding window handles together, at least
 
@@ -31,6 +34,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, documents: Documents, w
         [B, H, S, P].
     """
     size = query.shape[2]
+    if is_fused(query):
+        return attend_fused(query, key, value, documents.first_seen(window_tokens=window_tokens))
     if documents.one_per_row and not 0 < window_tokens < size:
         return _causal(query, key, value)
     if query.is_cuda:

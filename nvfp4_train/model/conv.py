@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 from nvfp4_train.config.model import MambaKernels
 from nvfp4_train.model.documents import Documents
+from nvfp4_train.model.kernels import conv as _kernels  # noqa: F401 - makes the ops
+from nvfp4_train.model.kernels.program import is_fused
 from nvfp4_train.model.mamba_kernels import conv_kernel, run_conv
+
+MAX_FUSED_TAPS = 64  # of the CPU kernel
 
 
 class CausalConv1d(nn.Module):
@@ -32,16 +36,19 @@ class CausalConv1d(nn.Module):
         """Convolve along S and apply SiLU.
 
         Args:
-            x: [B, S, channels].
+            x: [B, S, channels], or the channels in groups [B, S, G, channels / G].
             documents: Of the tokens of ``x``.
-            preceding: [B, d_conv - 1, channels] of the tokens before each row's first, zeros for those that are not of
+            preceding: [B, d_conv - 1, ...] of the tokens before each row's first, zeros for those that are not of
                 its document; None: the row begins a document.
 
         Returns:
-            [B, S, channels] in the dtype of ``x``.
+            The shape and dtype of ``x``.
         """
-        if preceding is None and (kernel := conv_kernel(self.kernels, x, d_conv=self.weight.shape[1])) is not None:
-            return run_conv(kernel, x, weight=self.weight, bias=self.bias, documents=documents)
+        channels = x.flatten(2)
+        kernel = None if preceding is not None else conv_kernel(self.kernels, channels, d_conv=self.weight.shape[1])
+        if kernel is not None:
+            y = run_conv(kernel, channels, weight=self.weight, bias=self.bias, documents=documents)
+            return y.reshape(x.shape)
         document_ids = None if documents.one_per_row else documents.ids
         if preceding is None:
             return _ConvolveSilu.apply(x, self.weight, self.bias, document_ids)
@@ -52,19 +59,31 @@ class CausalConv1d(nn.Module):
 
 
 class _ConvolveSilu(torch.autograd.Function):
-    """The convolution as ``d_conv`` shifted products; recomputed in backward, so that only its input is kept."""
+    """The convolution as ``d_conv`` shifted products; recomputed in backward, so that only its input is kept.
+
+    On a CPU a kernel makes one pass of it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None) -> Tensor:
+        ctx.fused = weight.dtype is torch.float32 and weight.shape[1] <= MAX_FUSED_TAPS and is_fused(x)
         ctx.save_for_backward(x, weight, bias, document_ids)
-        return F.silu(_convolve(x.to(weight.dtype), weight=weight, bias=bias, document_ids=document_ids)).to(x.dtype)
+        if ctx.fused:
+            return torch.ops.nvfp4_train.conv_forward(_in_groups(x), weight, bias, document_ids).view(x.shape)
+        precise = x.to(weight.dtype).flatten(2)
+        y = F.silu(_convolve(precise, weight=weight, bias=bias, document_ids=document_ids))
+        return y.to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight, bias, document_ids = ctx.saved_tensors
-        precise = x.to(weight.dtype)
+        if ctx.fused:
+            grad_y = _in_groups(grad_y)
+            grad_x, taps = torch.ops.nvfp4_train.conv_backward(grad_y, _in_groups(x), weight, bias, document_ids)
+            return grad_x.view(x.shape), taps[:-1].T, None if bias is None else taps[-1], None
+        precise = x.to(weight.dtype).flatten(2)
         z = _convolve(precise, weight=weight, bias=bias, document_ids=document_ids)
-        grad_z = torch.ops.aten.silu_backward(grad_y.to(weight.dtype), z)
+        grad_z = torch.ops.aten.silu_backward(grad_y.to(weight.dtype).flatten(2), z)
         taps = weight.T.contiguous()
         grad_taps = torch.zeros_like(taps)
         grad_taps[-1] = (grad_z * precise).sum(dim=(0, 1))
@@ -76,7 +95,11 @@ class _ConvolveSilu(torch.autograd.Function):
             grad_x[:, :-age].addcmul_(reached, taps[-1 - age])
             grad_taps[-1 - age] = (reached * precise[:, :-age]).sum(dim=(0, 1))
         grad_bias = None if bias is None else grad_z.sum(dim=(0, 1))
-        return grad_x.to(x.dtype), grad_taps.T, grad_bias, None
+        return grad_x.to(x.dtype).view(x.shape), grad_taps.T, grad_bias, None
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    return x[:, :, None] if x.ndim == 3 else x
 
 
 def _convolve(x: Tensor, *, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None) -> Tensor:

@@ -46,6 +46,16 @@ class Documents:
             causal = causal.triu(1 - window_tokens)
         return (self.ids[:, :, None] == self.ids[:, None, :]) & causal
 
+    def first_seen(self, *, window_tokens: int = 0) -> Tensor:
+        """Return [B, S] int64: the first token that each query sees; the last is itself.
+
+        Args:
+            window_tokens: Tokens that a query sees, itself included; 0: no limit.
+        """
+        index = torch.arange(self.ids.shape[1], device=self.ids.device).expand(self.ids.shape)
+        first = index - _positions_in_document(_find_starts(self.ids))
+        return first.maximum(index - window_tokens + 1) if window_tokens else first
+
     def block_mask(self, *, window_tokens: int = 0) -> BlockMask:
         """Return ``causal_mask`` in the form that skips whole blocks; made once per batch and window."""
         if window_tokens not in self._block_masks:
@@ -73,8 +83,7 @@ def locate_documents(document_ids: Tensor, position_ids: Tensor | None = None) -
     Raises:
         ValueError: if the shapes differ.
     """
-    is_start = torch.ones_like(document_ids, dtype=torch.bool)
-    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    is_start = _find_starts(document_ids)
     if position_ids is None:
         position_ids = _positions_in_document(is_start)
     if position_ids.shape != document_ids.shape:
@@ -84,6 +93,12 @@ def locate_documents(document_ids: Tensor, position_ids: Tensor | None = None) -
     spans = _find_spans(is_start) if document_ids.device.type == "cpu" else None
     one_per_row = spans is not None and len(spans) == len(document_ids)
     return Documents(ids=document_ids, positions=position_ids, one_per_row=one_per_row, spans=spans)
+
+
+def _find_starts(document_ids: Tensor) -> Tensor:
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return is_start
 
 
 def _find_spans(is_start: Tensor) -> tuple[Span, ...]:

@@ -10,7 +10,7 @@ from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.model.block import Block, run_blocks
 from nvfp4_train.model.documents import Documents, locate_documents
 from nvfp4_train.model.linear import Linear
-from nvfp4_train.model.loss import IGNORE_INDEX, cross_entropy_sum
+from nvfp4_train.model.loss import IGNORE_INDEX, cross_entropy_sum_
 from nvfp4_train.model.mtp import MtpDepth, later_embeddings, later_labels
 from nvfp4_train.model.norm import RMSNorm
 
@@ -47,7 +47,7 @@ class HybridLM(nn.Module):
         own_depths = min(pattern.num_mtp_depths, 1) if cfg.mtp.share_depths else pattern.num_mtp_depths
         self.mtp = nn.ModuleList(MtpDepth(cfg) for _ in range(own_depths))
         self.extra_losses: dict[str, Tensor] = {}
-        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum_
         self.tied_logits: Callable[[Tensor, Tensor], Tensor] = _project
         self.whole_logits: Callable[[Tensor], Tensor] = _as_they_are
         self.later_embeddings: Callable[..., Tensor] = later_embeddings

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from nvfp4_train.config.model import MambaConfig, NormGroup
 from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.documents import Documents
+from nvfp4_train.model.kernels.program import is_fused
+from nvfp4_train.model.kernels.scan import SelectiveScan, selective_scan
 from nvfp4_train.model.linear import Linear
 from nvfp4_train.model.mamba_kernels import scan_kernel, sequence_index
 from nvfp4_train.model.norm import GatedRMSNorm
@@ -54,6 +56,15 @@ class Scan(nn.Module):
         kernel = scan_kernel(self.cfg, x)
         if kernel is not None and initial_state is None:
             return self._scan_fused(kernel, x, b=b, c=c, dt=dt, documents=documents)
+        if is_fused(x):
+            settings = SelectiveScan(
+                document_ids=documents.ids,
+                chunk_size=self.cfg.chunk_size,
+                dt_min=self.cfg.dt_min,
+                dt_max=self.cfg.dt_max,
+            )
+            scalars = (self.dt_bias, self.A_log, self.D)
+            return selective_scan((x, b, c, dt), scalars, settings, initial_state=initial_state)
         y, _ = ssd_scan(
             self._inputs(x, b=b, c=c, dt=dt),
             document_ids=documents.ids,
@@ -133,7 +144,7 @@ class Mamba2(nn.Module):
         """Map [B, S, D] to [B, S, D]."""
         projected = self.in_proj(h).unflatten(-1, (-1, sum(self.group_split)))  # [B, S, G, rows]
         gate, conv_input, dt = projected.split(self.group_split, dim=-1)
-        mixed = self.conv1d(conv_input.flatten(2), documents)
-        x, b, c = mixed.unflatten(-1, (-1, self.group_split[1])).split(self.conv_split, dim=-1)
+        mixed = self.conv1d(conv_input, documents)  # [B, S, G, x | B | C]
+        x, b, c = mixed.split(self.conv_split, dim=-1)
         y = self.scan(x.unflatten(-1, (-1, self.cfg.d_head)), b=b, c=c, dt=dt, documents=documents)
-        return self.out_proj(self.norm(y.flatten(2), gate.flatten(2)))
+        return self.out_proj(self.norm(y.flatten(3), gate).flatten(2))

@@ -1,11 +1,16 @@
 """Feed-forward mixers."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvfp4_train.config.model import MlpConfig
 from nvfp4_train.config.moe import Activation
 from nvfp4_train.model.documents import Documents
+from nvfp4_train.model.kernels import pointwise as _kernels  # noqa: F401 - makes the ops
+from nvfp4_train.model.kernels.program import is_fused
 from nvfp4_train.model.linear import Linear
 
 
@@ -33,12 +38,28 @@ def activate(up: Tensor, gate: Tensor | None, *, activation: Activation) -> Tens
     """
     match activation:
         case Activation.squared_relu:
-            return F.relu(up).square()
+            return squared_relu(up)
         case Activation.gelu:
             return F.gelu(up)
         case Activation.swiglu:
             assert gate is not None
             return F.silu(gate) * up
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return ``max(x, 0) ** 2``; on a CPU forward and backward are one pass each."""
+    return _SquaredRelu.apply(x) if is_fused(x) else F.relu(x).square()
+
+
+class _SquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.nvfp4_train.squared_relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> Tensor:
+        return torch.ops.nvfp4_train.squared_relu_backward(grad_y, *ctx.saved_tensors)
 
 
 def build_mlp(cfg: MlpConfig, *, d_model: int) -> Mlp:

@@ -1,7 +1,7 @@
 """Root-mean-square norms, computed in FP32 whatever the activation dtype.
 
 Both are written out with their gradients: autograd would keep several FP32 tensors of the size of the activation where
-these keep none.
+these keep none. On a CPU a kernel makes one pass of it.
 """
 
 from typing import Any
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nvfp4_train.model.kernels import norm as _kernels  # noqa: F401 - makes the ops
+from nvfp4_train.model.kernels.program import is_fused
 
 
 class RMSNorm(nn.Module):
@@ -46,47 +49,78 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Gate and normalize [..., width]; returns the dtype of ``x``."""
+        """Gate and normalize.
+
+        Args:
+            x: [..., width], or the channels in groups [..., G, width / G].
+            gate: The same shape.
+
+        Returns:
+            The shape and dtype of ``x``.
+        """
         return _GatedRMSNorm.apply(x, gate, self.weight.unflatten(0, (-1, self.group_width)), self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        precise = x.to(weight.dtype)
-        inverse = _inverse_rms(precise, eps=eps)
+        ctx.fused = _is_fused(x, weight)
+        if ctx.fused:
+            y, inverse = torch.ops.nvfp4_train.norm_forward(x, None, weight, group_width=len(weight), eps=eps)
+        else:
+            precise = x.to(weight.dtype)
+            inverse = _inverse_rms(precise, eps=eps)
+            y = (precise * inverse).mul_(weight).to(x.dtype)
         ctx.save_for_backward(x, weight, inverse)
-        return (precise * inverse).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
+        if ctx.fused:
+            width = len(weight)
+            grads = torch.ops.nvfp4_train.norm_backward(grad_y, x, None, weight, inverse, group_width=width)
+            return grads[0], grads[2], None
         grad_y, normed = grad_y.to(weight.dtype), x.to(weight.dtype) * inverse
         grad_x = _grad_of_normalize(grad_y * weight, normed=normed, inverse=inverse)
         return grad_x.to(x.dtype), _sum_over_tokens(grad_y * normed), None
 
 
 class _GatedRMSNorm(torch.autograd.Function):
-    """The weight is [groups, channels of a group] and says where the groups are."""
+    """The weight is [groups, channels of a group] and says which channels share a mean square."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        gated = (F.silu(gate.to(weight.dtype)) * x.to(weight.dtype)).unflatten(-1, weight.shape)
-        inverse = _inverse_rms(gated, eps=eps)
+        ctx.fused = _is_fused(x, weight) and gate.dtype is x.dtype
+        if ctx.fused:
+            ops, width = torch.ops.nvfp4_train, weight.shape[1]
+            y, inverse = ops.norm_forward(x, gate, weight.flatten(), group_width=width, eps=eps)
+        else:
+            gated = (F.silu(gate.to(weight.dtype)) * x.to(weight.dtype)).reshape(-1, *weight.shape)
+            inverse = _inverse_rms(gated, eps=eps)
+            y = (gated * inverse).mul_(weight).view(x.shape).to(x.dtype)
         ctx.save_for_backward(x, gate, weight, inverse)
-        return (gated * inverse).mul_(weight).flatten(-2).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, gate, weight, inverse = ctx.saved_tensors
+        if ctx.fused:
+            ops, width = torch.ops.nvfp4_train, weight.shape[1]
+            grads = ops.norm_backward(grad_y, x, gate, weight.flatten(), inverse, group_width=width)
+            return grads[0], grads[1], grads[2].view_as(weight), None
         precise, precise_gate = x.to(weight.dtype), gate.to(weight.dtype)
         opened = F.silu(precise_gate)
-        grad_y = grad_y.to(weight.dtype).unflatten(-1, weight.shape)
-        normed = (opened * precise).unflatten(-1, weight.shape) * inverse
-        grad_gated = _grad_of_normalize(grad_y * weight, normed=normed, inverse=inverse).flatten(-2)
+        grad_y = grad_y.to(weight.dtype).reshape(-1, *weight.shape)
+        normed = (opened * precise).reshape(-1, *weight.shape) * inverse
+        grad_gated = _grad_of_normalize(grad_y * weight, normed=normed, inverse=inverse).view(x.shape)
         grad_gate = torch.ops.aten.silu_backward(grad_gated * precise, precise_gate)
-        grad_weight = _sum_over_tokens((grad_y * normed).flatten(-2)).view_as(weight)
+        grad_weight = (grad_y * normed).sum(dim=0)
         return opened.mul_(grad_gated).to(x.dtype), grad_gate.to(gate.dtype), grad_weight, None
+
+
+def _is_fused(x: Tensor, weight: Tensor) -> bool:
+    return weight.dtype is torch.float32 and is_fused(x)
 
 
 def _inverse_rms(x: Tensor, *, eps: float) -> Tensor:

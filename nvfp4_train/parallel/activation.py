@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.model.hybrid import HybridLM
 
-# Matrix products, attention included: most of the work, and results no larger than their inputs.
+# Matrix products, attention and the scan included: most of the work, and results about as large as their inputs.
 KEPT_OPERATIONS = frozenset(
     {
         "aten::mm",
@@ -27,8 +27,10 @@ KEPT_OPERATIONS = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
+        "nvfp4_train::gemm",
         "nvfp4_train::gemm_bf16",
         "nvfp4_train::gemm_fp32",
+        "nvfp4_train::scan_forward",
     }
 )
 

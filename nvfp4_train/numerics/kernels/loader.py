@@ -1,4 +1,4 @@
-"""Build the C++ twin of the numerics on first use, load it, and say whether it is used.
+"""Build C++ kernels on first use, load them, and say whether they are used.
 
 A plain shared object called through ctypes builds in seconds, an extension with PyTorch's headers takes half a
 minute. It is built for this CPU into a user cache, named by everything that decides its content, and moved into place
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -23,9 +24,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_HEADER_NAMES = ("formats.h", "lanes.h", "pages.h", "vectors.h", "wide.h", "quantize_wide.h", "narrow.h")
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "amax.cpp", "decode.cpp", "gemm.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in _HEADER_NAMES)
 COMPILERS = ("c++", "g++", "clang++")
 # No flag changes a result (contraction to FMA would); the last ones let compilers vectorize branch-free code.
 FLAGS = (
@@ -43,8 +41,42 @@ FLAGS = (
 )
 
 
+@dataclass(frozen=True)
+class Program:
+    """What one shared object is built from.
+
+    Args:
+        name: What messages call it.
+        sources: C++ files, compiled together.
+        headers: Files that they include.
+        flags: Of the compiler.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    flags: tuple[str, ...] = FLAGS
+
+    @classmethod
+    def of(cls, name: str, folder: Path, *, sources: str, headers: str, flags: tuple[str, ...] = FLAGS) -> "Program":
+        """Name the files of a folder in strings, apart by spaces."""
+        paths = [tuple(folder / file for file in files.split()) for files in (sources, headers)]
+        return cls(name, paths[0], paths[1], flags)
+
+
+NUMERICS = Program.of(
+    "NVFP4",
+    Path(__file__).parent,
+    sources="quantize.cpp amax.cpp decode.cpp gemm.cpp",
+    headers="formats.h lanes.h pages.h vectors.h wide.h quantize_wide.h narrow.h",
+)
+
+
 class Backend(StrEnum):
-    """Which implementation of the numerics computes on a CPU; all give the same bits."""
+    """Which implementation computes on a CPU.
+
+    Both give the same bits in the numerics; in the model, sums in another order.
+    """
 
     auto = "auto"  # compiled, or the oracle with a warning where nothing can be compiled
     oracle = "oracle"  # plain PyTorch
@@ -71,31 +103,31 @@ def use(backend: Backend | str) -> Iterator[None]:
         _backend.reset(token)
 
 
-def is_compiled(x: Tensor) -> bool:
+def is_compiled(x: Tensor, program: Program = NUMERICS) -> bool:
     """Say whether the compiled kernels handle x: if it is on a CPU, and they can be built and were not ruled out."""
-    return x.device.type == "cpu" and _is_selected()
+    return x.device.type == "cpu" and _is_selected(program)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_selected() -> bool:
+def _is_selected(program: Program) -> bool:
     backend = _backend.get()
-    return backend is Backend.compiled or (backend is Backend.auto and is_available())
+    return backend is Backend.compiled or (backend is Backend.auto and is_available(program))
 
 
 @cache
-def is_available() -> bool:
-    """Say whether the kernels can be built and loaded; the first time they cannot, warn."""
+def is_available(program: Program = NUMERICS) -> bool:
+    """Say whether kernels can be built and loaded; the first time they cannot, warn."""
     try:
-        library()
+        library(program)
     except RuntimeError as error:
-        warnings.warn(f"{error}; NVFP4 runs in plain PyTorch, with the same results, but slowly", stacklevel=2)
+        warnings.warn(f"{error}; {program.name} runs in plain PyTorch, with the same results, but slowly", stacklevel=2)
         return False
     return True
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """Return the loaded kernels, building them if the cache does not hold them.
+def library(program: Program = NUMERICS) -> ctypes.CDLL:
+    """Return loaded kernels, building them if the cache does not hold them.
 
     Raises:
         RuntimeError: if there is no compiler, or it fails; the message says which and why.
@@ -103,13 +135,13 @@ def library() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError(f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} is on the PATH")
-    path = cache_dir() / f"{_fingerprint(compiler)}.so"
+    path = cache_dir() / f"{_fingerprint(compiler, program)}.so"
     try:
         if not path.exists():
-            build(compiler, path)
+            build(compiler, path, program)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise RuntimeError(f"the NVFP4 CPU kernels could not be built or loaded: {error}") from error
+        raise RuntimeError(f"the {program.name} CPU kernels could not be built or loaded: {error}") from error
 
 
 def find_compiler() -> str | None:
@@ -124,7 +156,7 @@ def cache_dir() -> Path:
     return Path(base) / "nvfp4_train" / "kernels"
 
 
-def build(compiler: str, path: Path) -> None:
+def build(compiler: str, path: Path, program: Program) -> None:
     """Compile the kernels to `path`, which appears complete or not at all.
 
     Raises:
@@ -135,7 +167,7 @@ def build(compiler: str, path: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        command = [compiler, *FLAGS, "-o", temporary, *map(str, SOURCES)]
+        command = [compiler, *program.flags, "-o", temporary, *map(str, program.sources)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"`{' '.join(command)}` failed: {result.stderr.strip()[-500:]}")
@@ -145,9 +177,10 @@ def build(compiler: str, path: Path) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, program: Program) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = (*(path.read_text() for path in (*SOURCES, *HEADERS)), *FLAGS, compiler, version, _cpu())
+    texts = [path.read_text() for path in (*program.sources, *program.headers)]
+    parts = (*texts, *program.flags, compiler, version, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

@@ -1,6 +1,7 @@
 import multiprocessing
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     loader.is_available.cache_clear()
 
 
-def build_and_load(barrier: object, names: object) -> None:
+def build_and_load(barrier: object, names: object, source: Path) -> None:
     barrier.wait()  # type: ignore[attr-defined]
-    names.put(loader.library.__wrapped__()._name)  # type: ignore[attr-defined]
+    program = loader.Program("small", (source,), ())
+    names.put(loader.library.__wrapped__(program)._name)  # type: ignore[attr-defined]
 
 
 @needs_compiler
@@ -34,10 +36,9 @@ def test_processes_that_build_at_once_all_load_a_whole_file(tmp_path: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }')
-    monkeypatch.setattr(loader, "SOURCES", (source,))
     context = multiprocessing.get_context("fork")
     barrier, names = context.Barrier(3), context.SimpleQueue()
-    processes = [context.Process(target=build_and_load, args=(barrier, names)) for _ in range(3)]
+    processes = [context.Process(target=build_and_load, args=(barrier, names, source)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -66,13 +67,13 @@ def test_without_a_compiler_the_compiled_backend_is_an_error():
 
 
 @needs_compiler
-def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loader, "SOURCES", (tmp_path / "broken.cpp",))
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path):
     (tmp_path / "broken.cpp").write_text("this is not C++")
+    program = loader.Program("broken", (tmp_path / "broken.cpp",), ())
     compiler = loader.find_compiler()
     assert compiler is not None
     with pytest.raises(RuntimeError, match=r"(?s)failed: .*error"):
-        loader.build(compiler, tmp_path / "cache" / "kernels.so")
+        loader.build(compiler, tmp_path / "cache" / "kernels.so", program)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -88,22 +89,19 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch:
 def test_what_decides_the_bits_decides_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = loader.find_compiler()
     assert compiler is not None
-    names = [loader._fingerprint(compiler)]
-    monkeypatch.setattr(loader, "FLAGS", (*loader.FLAGS, "-DX"))
-    names.append(loader._fingerprint(compiler))
+    changed = tmp_path / "changed"
+    changed.write_text("// changed")
+    program = loader.NUMERICS
+    others = ({"flags": (*program.flags, "-DX")}, {"sources": (changed,)}, {"headers": (changed,)})
+    names = [loader._fingerprint(compiler, replace(program, **other)) for other in ({}, *others)]
     monkeypatch.setattr(loader, "_cpu", lambda: "another CPU")
-    names.append(loader._fingerprint(compiler))
-    for group in ("SOURCES", "HEADERS"):
-        changed = tmp_path / group
-        changed.write_text("// changed")
-        monkeypatch.setattr(loader, group, (changed,))
-        names.append(loader._fingerprint(compiler))
+    names.append(loader._fingerprint(compiler, program))
     assert len(set(names)) == 5
 
 
 def test_fused_multiply_add_and_fast_math_are_off():
-    assert "-ffp-contract=off" in loader.FLAGS
-    assert not {"-ffast-math", "-Ofast", "-funsafe-math-optimizations"} & set(loader.FLAGS)
+    assert "-ffp-contract=off" in loader.NUMERICS.flags
+    assert not {"-ffast-math", "-Ofast", "-funsafe-math-optimizations"} & set(loader.NUMERICS.flags)
 
 
 @needs_compiler
