@@ -22,10 +22,25 @@ class CausalConv1d(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, d_conv))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
-    def forward(self, x: Tensor, documents: Documents) -> Tensor:
-        """Convolve [B, S, channels] along S and apply SiLU; returns the dtype of ``x``."""
+    def forward(self, x: Tensor, documents: Documents, *, preceding: Tensor | None = None) -> Tensor:
+        """Convolve along S and apply SiLU.
+
+        Args:
+            x: [B, S, channels].
+            documents: Of the tokens of ``x``.
+            preceding: [B, d_conv - 1, channels] of the tokens before each row's first, zeros for those that are not of
+                its document; None: the row begins a document.
+
+        Returns:
+            [B, S, channels] in the dtype of ``x``.
+        """
         document_ids = None if documents.one_per_row else documents.ids
-        return _ConvolveSilu.apply(x, self.weight, self.bias, document_ids)
+        if preceding is None:
+            return _ConvolveSilu.apply(x, self.weight, self.bias, document_ids)
+        halo = preceding.shape[1]
+        if document_ids is not None:
+            document_ids = torch.cat((document_ids[:, :1].expand(-1, halo), document_ids), dim=1)
+        return _ConvolveSilu.apply(torch.cat((preceding, x), dim=1), self.weight, self.bias, document_ids)[:, halo:]
 
 
 class _ConvolveSilu(torch.autograd.Function):

@@ -9,7 +9,7 @@ from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.linear import Linear
 from nvfp4_train.model.norm import GatedRMSNorm
-from nvfp4_train.model.ssd import scale_heads, ssd_scan
+from nvfp4_train.model.ssd import FinalState, ScanInputs, scale_heads, ssd_final_state, ssd_scan
 
 
 class Scan(nn.Module):
@@ -24,7 +24,16 @@ class Scan(nn.Module):
         self.D = nn.Parameter(torch.empty(cfg.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(cfg.num_heads))
 
-    def forward(self, x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor, documents: Documents) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        b: Tensor,
+        c: Tensor,
+        dt: Tensor,
+        documents: Documents,
+        initial_state: Tensor | None = None,
+    ) -> Tensor:
         """Scan one sequence per row.
 
         Args:
@@ -33,21 +42,34 @@ class Scan(nn.Module):
             c: [B, S, G, N].
             dt: [B, S, G, R], before bias and softplus.
             documents: The state restarts in each.
+            initial_state: [B, G, R, N, P] FP32 of each row's first document before its first token here; None: zeros.
+                Rows that begin with a new document must have zeros.
 
         Returns:
             [B, S, G, R, P] in the dtype of ``x``.
         """
-        heads = x.shape[2:4]
-        step = F.softplus(dt + self.dt_bias.view(heads)).clamp(self.cfg.dt_min, self.cfg.dt_max)
-        y = ssd_scan(
-            scale_heads(x, step),
-            log_decay=-step * self.A_log.exp().view(heads),
-            b=b,
-            c=c,
+        y, _ = ssd_scan(
+            self._inputs(x, b=b, c=c, dt=dt),
             document_ids=documents.ids,
             chunk_size=self.cfg.chunk_size,
+            initial_state=initial_state,
         )
-        return (y + x * self.D.view(*heads, 1)).to(x.dtype)
+        return (y + x * self.D.view(*x.shape[2:4], 1)).to(x.dtype)
+
+    def final_state(self, x: Tensor, *, b: Tensor, dt: Tensor, documents: Documents) -> FinalState:
+        """Return what these tokens leave behind for those that follow, had nothing been before them.
+
+        The state after them is ``total_decay * initial_state + state``: so neighbours that hold parts of a sequence can
+        find their initial states before any of them scans. Arguments are those of ``forward``.
+        """
+        return ssd_final_state(
+            self._inputs(x, b=b, c=b, dt=dt), document_ids=documents.ids, chunk_size=self.cfg.chunk_size
+        )
+
+    def _inputs(self, x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor) -> ScanInputs:
+        heads = x.shape[2:4]
+        step = F.softplus(dt + self.dt_bias.view(heads)).clamp(self.cfg.dt_min, self.cfg.dt_max)
+        return ScanInputs(x=scale_heads(x, step), log_decay=-step * self.A_log.exp().view(heads), b=b, c=c)
 
 
 class Mamba2(nn.Module):

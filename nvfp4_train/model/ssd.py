@@ -9,17 +9,40 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ChunkMasks:
-    """Which tokens of a chunk may exchange what: 1 or 0, in the dtype of the decays."""
+class ScanInputs:
+    """Tokens as the recurrence ``state = exp(log_decay_t) * state + b_t x_t^T``, ``y_t = c_t state`` sees them.
 
-    causal: Tensor  # [B, L, C, C]: the column's token reaches the row's token
-    from_state: Tensor  # [B, L, C, 1, 1]: the state at the chunk's start belongs to the token's document
-    to_state: Tensor  # [B, L, C, 1, 1]: the token's document is alive at the chunk's end
-    carries: Tensor  # [B, L, 1, 1]: the state at the chunk's start outlives the chunk
+    Args:
+        x: [B, S, G, R, P]; R heads of each of G groups, already multiplied by the time step.
+        log_decay: [B, S, G, R] FP32, <= 0.
+        b: [B, S, G, N].
+        c: [B, S, G, N].
+    """
+
+    x: Tensor
+    log_decay: Tensor
+    b: Tensor
+    c: Tensor
 
 
-def ssd_scan(x: Tensor, *, log_decay: Tensor, b: Tensor, c: Tensor, document_ids: Tensor, chunk_size: int) -> Tensor:
-    """Run ``state = exp(log_decay_t) * state + x_t b_t^T``, ``y_t = state c_t`` for every head.
+@dataclass(frozen=True, kw_only=True)
+class FinalState:
+    """What a stretch of tokens leaves behind for the tokens that follow it.
+
+    Args:
+        state: [B, G, R, N, P] FP32 (FP64 if ``x`` is): of the last token's document.
+        total_decay: [B, G, R] in the same dtype: the factor on a state that was there before the stretch; 0 where a
+            document begins in it.
+    """
+
+    state: Tensor
+    total_decay: Tensor
+
+
+def ssd_scan(
+    inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
+) -> tuple[Tensor, FinalState]:
+    """Run the recurrence for every head.
 
     Within a chunk of tokens the recurrence is one masked matrix product, between chunks a short loop over states: cost
     and memory are linear in S. Products take the dtype of ``x``; states and decays are FP32 (FP64 if ``x`` is), and
@@ -29,32 +52,32 @@ def ssd_scan(x: Tensor, *, log_decay: Tensor, b: Tensor, c: Tensor, document_ids
     passes from one to the next.
 
     Args:
-        x: [B, S, G, R, P]; R heads of each of G groups, already multiplied by the time step.
-        log_decay: [B, S, G, R] FP32, <= 0.
-        b: [B, S, G, N].
-        c: [B, S, G, N].
+        inputs: What is scanned.
         document_ids: [B, S] int; equal for tokens of one document, which are neighbours.
         chunk_size: Tokens per chunk; S need not be a multiple.
+        initial_state: [B, G, R, N, P] of the first token's document before its first token here; None: zeros. Rows
+            that begin with a new document must have zeros.
 
     Returns:
-        [B, S, G, R, P] in the dtype of ``x``.
+        y [B, S, G, R, P] in the dtype of ``x``, and what is left after the last token.
 
     Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6.
     """
-    size = x.shape[1]
-    chunk_size = min(chunk_size, size)
-    padding = -size % chunk_size
-    if padding:  # x = 0 and log_decay = 0 leave the state as it is
-        x, log_decay, b, c = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in (x, log_decay, b, c))
-        document_ids = torch.cat((document_ids, document_ids[:, -1:].expand(-1, padding)), dim=1)
-    x, log_decay, b, c, ids = (t.unflatten(1, (-1, chunk_size)) for t in (x, log_decay, b, c, document_ids))
-    masks = _chunk_masks(ids, dtype=log_decay.dtype)
-    # A product with a 0/1 mask, not a cumulative sum: another document's terms are exact zeros. FP64 so that no setting
-    # of the backend's FP32 products (TF32, BF16) rounds the decays.
-    cumulative = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double()).to(log_decay.dtype)
-    y = _WithinChunks.apply(x, cumulative, _scores(b, c), masks.causal)
-    y = y + _between_chunks(x, cumulative=cumulative, b=b, c=c, masks=masks)
-    return y.flatten(1, 2)[:, :size]
+    size = inputs.x.shape[1]
+    chunks = _divide(inputs, document_ids=document_ids, chunk_size=chunk_size)
+    y = _WithinChunks.apply(chunks.x, chunks.cumulative, _scores(chunks.b, chunks.c), chunks.masks.causal)
+    states, final = _states(chunks, initial_state)
+    read = (chunks.c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
+    from_start = chunks.cumulative.exp() * chunks.masks.from_state
+    y = y + scale_heads(read.unflatten(-1, chunks.x.shape[-2:]), from_start)
+    return y.flatten(1, 2)[:, :size], final
+
+
+def ssd_final_state(
+    inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
+) -> FinalState:
+    """Return what ``ssd_scan`` leaves behind, without its outputs: half of its work. ``inputs.c`` does not matter."""
+    return _states(_divide(inputs, document_ids=document_ids, chunk_size=chunk_size), initial_state)[1]
 
 
 def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
@@ -62,10 +85,46 @@ def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor[..., None].to(x.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ChunkMasks:
+    """Which tokens of a chunk may exchange what: 1 or 0, in the dtype of the decays."""
+
+    causal: Tensor  # [B, L, C, C]: the column's token reaches the row's token
+    from_state: Tensor  # [B, L, C, 1, 1]: the state at the chunk's start belongs to the token's document
+    to_state: Tensor  # [B, L, C, 1, 1]: the token's document is alive at the chunk's end
+    carries: Tensor  # [B, L, 1, 1]: the state at the chunk's start outlives the chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunks:
+    """L chunks of C tokens."""
+
+    x: Tensor  # [B, L, C, G, R, P]
+    cumulative: Tensor  # [B, L, C, G, R]: log-decays summed from the chunk's or the document's start
+    b: Tensor  # [B, L, C, G, N]
+    c: Tensor  # [B, L, C, G, N]
+    masks: _ChunkMasks
+
+
+def _divide(inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int) -> _Chunks:
+    size = inputs.x.shape[1]
+    chunk_size = min(chunk_size, size)
+    padding = -size % chunk_size
+    tensors = (inputs.x, inputs.log_decay, inputs.b, inputs.c)
+    if padding:  # x = 0 and log_decay = 0 leave the state as it is
+        tensors = tuple(F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in tensors)
+        document_ids = torch.cat((document_ids, document_ids[:, -1:].expand(-1, padding)), dim=1)
+    x, log_decay, b, c, ids = (t.unflatten(1, (-1, chunk_size)) for t in (*tensors, document_ids))
+    masks = _chunk_masks(ids, dtype=log_decay.dtype)
+    # A product with a 0/1 mask, not a cumulative sum: another document's terms are exact zeros. FP64 so that no setting
+    # of the backend's FP32 products (TF32, BF16) rounds the decays.
+    cumulative = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double()).to(log_decay.dtype)
+    return _Chunks(x=x, cumulative=cumulative, b=b, c=c, masks=masks)
+
+
 def _chunk_masks(ids: Tensor, *, dtype: torch.dtype) -> _ChunkMasks:
     last = ids[:, :, -1]  # [B, L]
-    # No document lives before the first chunk; any id but its own will do.
-    before = torch.cat((ids[:, :1, 0] - 1, last[:, :-1]), dim=1)
+    before = torch.cat((ids[:, :1, 0], last[:, :-1]), dim=1)  # an initial state belongs to the first token's document
     return _ChunkMasks(
         causal=(ids[..., :, None] == ids[..., None, :]).tril().to(dtype),
         from_state=(ids == before[..., None])[..., None, None].to(dtype),
@@ -122,42 +181,47 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(0, 1, 4, 2, 3, 5).contiguous()  # [B, L, C, G, R, P]; mixed strides make later sums slow
 
 
-def _between_chunks(x: Tensor, *, cumulative: Tensor, b: Tensor, c: Tensor, masks: _ChunkMasks) -> Tensor:
-    """What the tokens of a chunk receive from earlier chunks: [B, L, C, G, R, P]."""
+def _states(chunks: _Chunks, initial_state: Tensor | None) -> tuple[Tensor, FinalState]:
+    """Return the state at the start of each chunk, [B, L, G, N, R*P], and what the last chunk leaves."""
+    x, cumulative, masks = chunks.x, chunks.cumulative, chunks.masks
     end = cumulative[:, :, -1:]
     to_end = _exp_of_negative(end - cumulative) * masks.to_state
     leaving = scale_heads(x, to_end).flatten(4)  # [B, L, C, G, R*P]
-    added = b.permute(0, 1, 3, 4, 2) @ leaving.transpose(2, 3)  # [B, L, G, N, R*P]
-    decay = end[:, :, 0].exp() * masks.carries
-    states = _PassStates.apply(added, decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :])
-    read = (c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
-    from_start = cumulative.exp() * masks.from_state
-    return scale_heads(read.unflatten(-1, x.shape[-2:]), from_start)
+    added = chunks.b.permute(0, 1, 3, 4, 2) @ leaving.transpose(2, 3)  # [B, L, G, N, R*P]
+    decay = end[:, :, 0].exp() * masks.carries  # [B, L, G, R]
+    initial = None
+    if initial_state is not None:
+        initial = initial_state.transpose(2, 3).flatten(3).to(decay.dtype)  # [B, G, N, R*P]
+    states, final = _PassStates.apply(added, decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :], initial)
+    total_decay = end[:, :, 0].sum(dim=1).exp() * masks.carries.prod(dim=1)
+    return states, FinalState(state=final.unflatten(-1, x.shape[-2:]).transpose(2, 3), total_decay=total_decay)
 
 
 class _PassStates(torch.autograd.Function):
-    """From what each chunk adds to the state, the state at the start of each chunk.
+    """From what each chunk adds to the state, the state at the start of each chunk, and after the last one.
 
-    The state runs in the dtype of ``decay``; what is returned, and kept for backward, has the dtype of ``added``.
+    The state runs in the dtype of ``decay``, and so is returned after the last chunk; the others, which are kept for
+    backward, have the dtype of ``added``.
     """
 
     @staticmethod
-    def forward(ctx: Any, added: Tensor, decay: Tensor) -> Tensor:
+    def forward(ctx: Any, added: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         states = torch.empty_like(added)  # [B, L, G, N, R*P]
-        state = torch.zeros_like(added[:, 0], dtype=decay.dtype)
+        state = torch.zeros_like(added[:, 0], dtype=decay.dtype) if initial is None else initial.clone()
         for index in range(added.shape[1]):
             states[:, index] = state
             state.mul_(decay[:, index]).add_(added[:, index])
         ctx.save_for_backward(states, decay)
-        return states
+        ctx.has_initial = initial is not None
+        return states, state
 
     @staticmethod
-    def backward(ctx: Any, grad_states: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_states: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         states, decay = ctx.saved_tensors
         grad_added, grad_decay = torch.empty_like(states), torch.empty_like(decay)
-        grad = torch.zeros_like(states[:, 0], dtype=decay.dtype)
+        grad = grad_final.clone()
         for index in reversed(range(states.shape[1])):
             grad_added[:, index] = grad
             grad_decay[:, index] = (grad * states[:, index]).sum(dim=-2, keepdim=True)
             grad.mul_(decay[:, index]).add_(grad_states[:, index])
-        return grad_added, grad_decay
+        return grad_added, grad_decay, grad if ctx.has_initial else None

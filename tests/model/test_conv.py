@@ -55,3 +55,25 @@ def test_another_document_changes_no_bit(dtype):
     assert before.dtype == dtype
     assert torch.equal(before[:, 4:], after[:, 4:])
     assert not torch.equal(before[:, :4], after[:, :4])
+
+
+@pytest.mark.parametrize(("lengths", "at"), [((9,), 5), ((5, 4), 5), ((2, 3, 4), 3), ((4, 1, 4), 6), ((9,), 7)])
+def test_a_sequence_can_be_cut(lengths, at):
+    conv, ids = make_conv(), document_ids(*lengths, rows=2)
+    x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    before = F.pad(x[:, :at], (0, 0, 3, 0))[:, -3:]
+    same = F.pad(ids[:, :at] + 1, (3, 0))[:, -3:] == ids[:, at : at + 1] + 1
+    parts = (
+        conv(x[:, :at], locate_documents(ids[:, :at])),
+        conv(x[:, at:], locate_documents(ids[:, at:]), preceding=before * same[..., None]),
+    )
+    got, wanted = torch.cat(parts, dim=1), conv(x, locate_documents(ids))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    leaves = [x, *conv.parameters()]
+    for mine, theirs in zip(
+        torch.autograd.grad((got * weight).sum(), leaves),
+        torch.autograd.grad((wanted * weight).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

@@ -1,23 +1,24 @@
 """The chunked scan against the recurrence it stands for."""
 
-from typing import NamedTuple
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_train.model.ssd import ssd_scan
+from nvfp4_train.model.ssd import ScanInputs, ssd_final_state, ssd_scan
 from tests.support.models import document_ids
 
 
-class Inputs(NamedTuple):
-    x: Tensor
-    log_decay: Tensor
-    b: Tensor
-    c: Tensor
+def tensors_of(inputs: ScanInputs) -> tuple[Tensor, ...]:
+    return tuple(getattr(inputs, field.name) for field in fields(inputs))
 
 
-def draw_inputs(*, rows=2, size=37, groups=2, heads=3, d_head=4, d_state=5, dtype=torch.float64, seed=0) -> Inputs:
+def inputs_of(*tensors: Tensor) -> ScanInputs:
+    return ScanInputs(**{field.name: tensor for field, tensor in zip(fields(ScanInputs), tensors, strict=True)})
+
+
+def draw_inputs(*, rows=2, size=37, groups=2, heads=3, d_head=4, d_state=5, dtype=torch.float64, seed=0) -> ScanInputs:
     rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -25,12 +26,12 @@ def draw_inputs(*, rows=2, size=37, groups=2, heads=3, d_head=4, d_state=5, dtyp
 
     scalar = torch.promote_types(dtype, torch.float32)
     dt = normal(heads).to(scalar).exp()
-    return Inputs(
+    return ScanInputs(
         x=normal(heads, d_head) * dt[..., None].to(dtype), log_decay=-dt * 0.3, b=normal(d_state), c=normal(d_state)
     )
 
 
-def recurrence(inputs: Inputs, *, ids: Tensor) -> Tensor:
+def recurrence(inputs: ScanInputs, *, ids: Tensor) -> Tensor:
     rows, size, groups, heads, d_head = inputs.x.shape
     y = torch.empty_like(inputs.x)
     for row in range(rows):
@@ -46,8 +47,8 @@ def recurrence(inputs: Inputs, *, ids: Tensor) -> Tensor:
     return y
 
 
-def scan(inputs: Inputs, *, ids: Tensor, chunk_size: int) -> Tensor:
-    return ssd_scan(**inputs._asdict(), document_ids=ids, chunk_size=chunk_size)
+def scan(inputs: ScanInputs, *, ids: Tensor, chunk_size: int) -> Tensor:
+    return ssd_scan(inputs, document_ids=ids, chunk_size=chunk_size)[0]
 
 
 LAYOUTS = {
@@ -82,7 +83,7 @@ def test_groups(groups):
 def test_reversed_decays_do_not_overflow():
     # exp of the sum from a later to an earlier token would be exp(+37 * 50)
     inputs, ids = draw_inputs(), document_ids(20, 17, rows=2)
-    inputs = inputs._replace(log_decay=torch.full_like(inputs.log_decay, -50.0).requires_grad_())
+    inputs = replace(inputs, log_decay=torch.full_like(inputs.log_decay, -50.0).requires_grad_())
     y = scan(inputs, ids=ids, chunk_size=16)
     y.sum().backward()
     torch.testing.assert_close(y, recurrence(inputs, ids=ids), rtol=1e-10, atol=1e-10)
@@ -92,15 +93,15 @@ def test_reversed_decays_do_not_overflow():
 def test_gradients_match_finite_differences():
     inputs = draw_inputs(rows=1, size=7, groups=2, heads=1, d_head=2, d_state=2)
     ids = document_ids(4, 3)
-    leaves = [t.requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(lambda *t: scan(Inputs(*t), ids=ids, chunk_size=3), leaves)
+    leaves = [t.requires_grad_() for t in tensors_of(inputs)]
+    assert torch.autograd.gradcheck(lambda *t: scan(inputs_of(*t), ids=ids, chunk_size=3), leaves)
 
 
 @pytest.mark.parametrize("chunk_size", [4, 16])
 def test_gradients_match_the_recurrence(chunk_size):
     ids = document_ids(5, 14, 2, rows=2)
     ours, theirs = draw_inputs(size=21), draw_inputs(size=21)
-    for tensor in (*ours, *theirs):
+    for tensor in (*tensors_of(ours), *tensors_of(theirs)):
         tensor.requires_grad_()
     weight = torch.randn(ours.x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (scan(ours, ids=ids, chunk_size=chunk_size) * weight).sum().backward()
@@ -114,7 +115,7 @@ def test_gradients_match_the_recurrence(chunk_size):
             state = theirs.log_decay[row, t].exp()[..., None, None] * state + entering
             steps = steps + (torch.einsum("grpn,gn->grp", state, theirs.c[row, t]) * weight[row, t]).sum()
     steps.backward()
-    for mine, reference in zip(ours, theirs, strict=True):
+    for mine, reference in zip(tensors_of(ours), tensors_of(theirs), strict=True):
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-9, atol=1e-9)
 
 
@@ -125,9 +126,8 @@ def test_another_document_changes_no_bit(dtype, lengths):
     inputs = draw_inputs(rows=1, dtype=dtype)
     middle = ids[0] == 1
     changed = draw_inputs(rows=1, dtype=dtype, seed=1)
-    mixed = Inputs(
-        *(torch.where(middle.view(1, -1, *(1,) * (t.ndim - 2)), new, t) for t, new in zip(inputs, changed, strict=True))
-    )
+    pairs = zip(tensors_of(inputs), tensors_of(changed), strict=True)
+    mixed = inputs_of(*(torch.where(middle.view(1, -1, *(1,) * (t.ndim - 2)), new, t) for t, new in pairs))
     before, after = scan(inputs, ids=ids, chunk_size=16), scan(mixed, ids=ids, chunk_size=16)
     assert torch.equal(before[:, ~middle], after[:, ~middle])
     assert not torch.equal(before[:, middle], after[:, middle])
@@ -135,6 +135,73 @@ def test_another_document_changes_no_bit(dtype, lengths):
 
 def test_bf16_is_close_to_exact():
     inputs, ids = draw_inputs(size=64, d_state=16), document_ids(30, 34, rows=2)
-    low = Inputs(*(t.to(torch.bfloat16) if name in "xbc" else t.float() for name, t in inputs._asdict().items()))
+    low = inputs_of(*(t.to(torch.bfloat16) for t in tensors_of(inputs)))
+    low = replace(low, log_decay=inputs.log_decay.float())
     error = scan(low, ids=ids, chunk_size=16).double() - recurrence(inputs, ids=ids)
     assert error.norm() / recurrence(inputs, ids=ids).norm() < 0.01
+
+
+CUTS = {
+    "inside a document": ((37,), 20),
+    "at a border": ((20, 17), 20),
+    "near borders": ((3, 19, 1, 14), 21),
+    "one token": ((37,), 1),
+}
+
+
+def cut(inputs: ScanInputs, ids: Tensor, at: int) -> list[tuple[ScanInputs, Tensor]]:
+    parts = zip(*(t.split((at, t.shape[1] - at), dim=1) for t in (*tensors_of(inputs), ids)), strict=True)
+    return [(inputs_of(*tensors), ids) for *tensors, ids in parts]
+
+
+def scan_in_two(inputs: ScanInputs, *, ids: Tensor, at: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state and total decay of the whole, from those of two parts."""
+    (first, first_ids), (second, second_ids) = cut(inputs, ids, at)
+    left, after_left = ssd_scan(first, document_ids=first_ids, chunk_size=8)
+    goes_on = (first_ids[:, -1] == second_ids[:, 0]).double()[:, None, None]
+    initial = after_left.state * goes_on[..., None, None]
+    right, after_right = ssd_scan(second, document_ids=second_ids, chunk_size=8, initial_state=initial)
+    decay = after_left.total_decay * goes_on * after_right.total_decay
+    return torch.cat((left, right), dim=1), after_right.state, decay
+
+
+@pytest.mark.parametrize(("lengths", "at"), CUTS.values(), ids=CUTS.keys())
+def test_a_scan_can_be_cut(lengths, at):
+    ids = document_ids(*lengths, rows=2)
+    rng = torch.Generator().manual_seed(2)
+    whole, parts = draw_inputs(), draw_inputs()
+    for tensor in (*tensors_of(whole), *tensors_of(parts)):
+        tensor.requires_grad_()
+    y, final = ssd_scan(whole, document_ids=ids, chunk_size=16)
+    wanted = (y, final.state, final.total_decay)
+    got = scan_in_two(parts, ids=ids, at=at)
+    weights = [torch.randn(t.shape, generator=rng, dtype=t.dtype) for t in wanted]
+    sum((t * weight).sum() for t, weight in zip(wanted, weights, strict=True)).backward()
+    sum((t * weight).sum() for t, weight in zip(got, weights, strict=True)).backward()
+    for mine, reference in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
+    for mine, reference in zip(tensors_of(parts), tensors_of(whole), strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(19,), (12, 7)])
+def test_final_states_alone(lengths):
+    inputs, ids = draw_inputs(size=19), document_ids(*lengths, rows=2)
+    initial = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64)
+    alone = ssd_final_state(inputs, document_ids=ids, chunk_size=8)
+    scanned = ssd_scan(inputs, document_ids=ids, chunk_size=8, initial_state=initial)[1]
+    torch.testing.assert_close(scanned.state, alone.total_decay[..., None, None] * initial + alone.state)
+    assert torch.equal(scanned.total_decay, alone.total_decay)
+    assert bool((alone.total_decay == 0).all()) is (len(lengths) > 1)
+
+
+def test_gradients_of_the_initial_state_match_finite_differences():
+    inputs = draw_inputs(rows=1, size=7, groups=1, heads=2, d_head=2, d_state=2)
+    initial = torch.randn(1, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+    leaves = [t.requires_grad_() for t in tensors_of(inputs)]
+
+    def run(initial, *tensors):
+        y, final = ssd_scan(inputs_of(*tensors), document_ids=document_ids(7), chunk_size=3, initial_state=initial)
+        return y, final.state, final.total_decay
+
+    assert torch.autograd.gradcheck(run, (initial, *leaves))
