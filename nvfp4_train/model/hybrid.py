@@ -1,6 +1,6 @@
 """The hybrid language model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,9 @@ class HybridLM(nn.Module):
 
     Attributes:
         extra_losses: Per counted label, detached, of the newest forward that recorded gradients: ``mtp_<depth>``
-            (cross-entropy) and ``router`` (weighted sum of the routers' penalties).
+            (cross-entropy) and ``router`` (weighted sum of the routers' penalties). Where the tokens are parts of rows,
+            the mean over those that hold the parts is what whole rows have.
+        locate_documents: Prepares the document layout of a batch; replaced where the tokens are parts of rows.
     """
 
     def __init__(self, cfg: ModelConfig) -> None:
@@ -42,6 +44,7 @@ class HybridLM(nn.Module):
         own_depths = min(pattern.num_mtp_depths, 1) if cfg.mtp.share_depths else pattern.num_mtp_depths
         self.mtp = nn.ModuleList(MtpDepth(cfg) for _ in range(own_depths))
         self.extra_losses: dict[str, Tensor] = {}
+        self.locate_documents: Callable[[Tensor, Tensor | None], Documents] = locate_documents
         self.compute_dtype = torch.float32
 
     @property
@@ -67,17 +70,18 @@ class HybridLM(nn.Module):
         """Predict the next token at every place.
 
         Args:
-            tokens: [B, S] int64.
-            document_ids: [B, S] int; equal for tokens of one document, which are neighbours. Nothing flows between
-                documents.
-            position_ids: [B, S] int64, restarting in each document; derived from ``document_ids`` if None.
+            tokens: [B, S] int64; of a part of every row where ``locate_documents`` says so, as ``labels``.
+            document_ids: [B, S] int of whole rows; equal for tokens of one document, which are neighbours. Nothing
+                flows between documents.
+            position_ids: [B, S] int64 of whole rows, restarting in each document; derived from ``document_ids`` if
+                None.
             labels: [B, S] int64, the token wanted at each place, or ``IGNORE_INDEX``.
 
         Returns:
             Logits [B, S, V] in ``compute_dtype`` without labels; with them, the FP32 sum of the cross-entropy over the
             counted labels. Multi-token prediction and the routers' penalties add to its gradient, not to its value.
         """
-        documents = locate_documents(document_ids, position_ids)
+        documents = self.locate_documents(document_ids, position_ids)
         embedded = self.embedding(tokens).to(self.compute_dtype)
         stream = embedded.to(torch.promote_types(embedded.dtype, torch.float32)) if self.cfg.residual_fp32 else embedded
         penalties: list[Tensor] = []
@@ -88,7 +92,7 @@ class HybridLM(nn.Module):
         loss = self._loss(h, labels)
         if not torch.is_grad_enabled():
             return loss
-        num_labels = (labels != IGNORE_INDEX).sum()
+        num_labels = documents.mean_over_parts((labels != IGNORE_INDEX).sum())
         extra = self._mtp_losses(h, embedded, labels, documents=documents, penalties=penalties)
         if penalties:
             extra["router"] = torch.stack(penalties).sum() * num_labels

@@ -7,6 +7,7 @@ from nvfp4_train.config.parallel import Compile, ParallelConfig
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.parallel.compile import compile_blocks
+from nvfp4_train.parallel.context import apply_context
 from nvfp4_train.parallel.fsdp import apply_fsdp
 from nvfp4_train.parallel.mesh import Mesh
 
@@ -28,6 +29,7 @@ def parallelize(
         engine_cfg: How the engine trades memory for communication.
         compute_dtype: Dtype of activations, and of the weights that Linears see.
     """
+    apply_context(model, mesh=mesh)
     if parallel_cfg.compile is Compile.block:
         compile_blocks(model)
     checkpoint_activations(model, parallel_cfg.activation_checkpoint)
