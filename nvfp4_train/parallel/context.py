@@ -21,6 +21,7 @@ from nvfp4_train.model.documents import Documents, locate_documents, take_part
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.router import Router
 from nvfp4_train.model.row_part import RowExchange
+from nvfp4_train.parallel.collectives import gather
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.precision.linear import QuantizedLinear
 from nvfp4_train.precision.operands import OPERAND_PLACES
@@ -108,14 +109,14 @@ def _agree_on_amax(inner: Any, group: dist.ProcessGroup, name: str, amax: Tensor
 
 @torch.compiler.disable
 def _gather(part: Tensor, dim: int, *, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _Gather.apply(part, dim, group)
-    return gathered
+    # In BF16 too the gradients of a key or value are added up before they are rounded, as within one rank.
+    return gather(part, dim=dim, group=group, sum_dtype=torch.promote_types(part.dtype, torch.float32))
 
 
 @torch.compiler.disable
 def _preceding(x: Tensor, count: int, *, group: dist.ProcessGroup, rank: int) -> Tensor:
     size = min(count, x.shape[1])  # of parts shorter than the count, more than the neighbour is needed
-    last: Tensor = _Gather.apply(x[:, x.shape[1] - size :], 1, group)
+    last = _gather(x[:, x.shape[1] - size :], 1, group=group)
     before = last[:, max(0, rank * size - count) : rank * size]
     return F.pad(before, (0, 0) * (x.ndim - 2) + (count - before.shape[1], 0))
 
@@ -123,7 +124,7 @@ def _preceding(x: Tensor, count: int, *, group: dist.ProcessGroup, rank: int) ->
 @torch.compiler.disable
 def _following(x: Tensor, count: int, *, group: dist.ProcessGroup, rank: int) -> Tensor:
     size = min(count, x.shape[1])
-    first: Tensor = _Gather.apply(x[:, :size], 1, group)
+    first = _gather(x[:, :size], 1, group=group)
     after = first[:, (rank + 1) * size : (rank + 1) * size + count]
     return F.pad(after, (0, 0) * (x.ndim - 2) + (0, count - after.shape[1]))
 
@@ -133,8 +134,8 @@ def _following(x: Tensor, count: int, *, group: dist.ProcessGroup, rank: int) ->
 def _carry(value: Tensor, factor: Tensor, *, group: dist.ProcessGroup, parts_before: range) -> Tensor:
     """See `RowExchange.carry_forward`; one collective, after which each rank finds its own."""
     own = torch.cat((value.flatten(), factor.to(value.dtype).flatten()))
+    of_parts = gather(own[None], dim=0, group=group, sum_dtype=own.dtype)
     entering = torch.zeros_like(value)
-    of_parts = _all_gather(own, group=group)
     for part in parts_before:
         passed, kept = of_parts[part].split((value.numel(), factor.numel()))
         entering = passed.view_as(value) + kept.view_as(factor) * entering
@@ -147,27 +148,3 @@ def _sum(tensor: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-class _Gather(torch.autograd.Function):
-    """Join the parts of all ranks along a dim; gradients are summed over the ranks, in FP32 at least, and cut again."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(part, group=group).movedim(0, dim).flatten(dim, dim + 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        parts = grad.unflatten(ctx.dim, (ctx.group.size(), -1)).movedim(ctx.dim, 0)
-        precise = parts.to(torch.promote_types(grad.dtype, torch.float32)).flatten()
-        own = precise.new_empty(parts[0].numel())
-        dist.reduce_scatter_single(own, precise, group=ctx.group)
-        return own.view_as(parts[0]).to(grad.dtype), None, None
-
-
-def _all_gather(part: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return [ranks, ...]."""
-    gathered = part.new_empty(group.size() * part.numel())
-    dist.all_gather_single(gathered, part.flatten(), group=group)
-    return gathered.view(group.size(), *part.shape)

@@ -53,6 +53,7 @@ LAYOUTS = (
     Layout(name="dp2", world_size=2, changes={"replicate": 2}),
     Layout(name="fsdp2", world_size=2, changes={"shard": 2}),
     Layout(name="hsdp 2x2", world_size=4, changes={"replicate": 2, "shard": 2}),
+    Layout(name="cp2", world_size=2, changes={"cp": 2}, reorders_sums=True, moves_tokens=True),
 )
 
 
