@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nvfp4_train.model.part import WHOLE, ParameterPart
+
 
 class Linear(nn.Linear):
     """An ``nn.Linear`` whose FP32 master weight is cast to the activation's dtype in forward.
@@ -58,29 +60,31 @@ class GroupedLinear(nn.Module):
         return f"{self.num_experts} x ({self.in_features} -> {self.out_features})"
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, part: ParameterPart = WHOLE) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for every token i of every expert e; see ``GroupedLinear``.
 
-    The gradient of ``weight`` is FP32 for FP32 and BF16 weights.
+    The gradient of ``weight``, of which ``part`` is held here, is FP32 for FP32 and BF16 weights.
     """
     if weight.requires_grad and weight.dtype is torch.bfloat16:  # as FSDP2 hands it out
         weight.grad_dtype = torch.float32
-    return _GroupedLinear.apply(x, weight, ends)
+    return _GroupedLinear.apply(x, weight, ends, part)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return _grouped_mm(x, weight.to(x.dtype).mT, ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, part: ParameterPart) -> Tensor:
+        local = part.local(weight)
+        ctx.save_for_backward(x, local, ends)
+        ctx.gradient = part.gradient(weight)
+        return _grouped_mm(x, local.to(x.dtype).mT, ends)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, ends = ctx.saved_tensors
         grad_y = grad_y.contiguous()
         grad_x = _grouped_mm(grad_y, weight.to(x.dtype), ends) if ctx.needs_input_grad[0] else None
-        grad_weight = _grouped_outer(grad_y, x, ends) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+        grad_weight = ctx.gradient(_grouped_outer(grad_y, x, ends)) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.parallel.compile import compile_blocks
 from nvfp4_train.parallel.context import apply_context
+from nvfp4_train.parallel.expert import apply_expert
 from nvfp4_train.parallel.fsdp import apply_fsdp
 from nvfp4_train.parallel.mesh import Mesh
 
@@ -29,6 +30,7 @@ def parallelize(
         engine_cfg: How the engine trades memory for communication.
         compute_dtype: Dtype of activations, and of the weights that Linears see.
     """
+    apply_expert(model, mesh=mesh)
     apply_context(model, mesh=mesh)
     if parallel_cfg.compile is Compile.block:
         compile_blocks(model)
@@ -36,6 +38,7 @@ def parallelize(
     apply_fsdp(
         model,
         mesh=mesh.fsdp_mesh,
+        expert_mesh=mesh.expert_fsdp_mesh if mesh.degree("ep") > 1 or mesh.degree("tp") > 1 else None,
         compute_dtype=compute_dtype,
         reshard_after_forward=engine_cfg.reshard_after_forward,
     )

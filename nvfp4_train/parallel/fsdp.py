@@ -7,22 +7,34 @@ make a BF16 sum. Gradients are added up in FP32 and not averaged: the loss is di
 ranks already.
 """
 
+from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.model.moe import Experts
 
 
-def apply_fsdp(model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def apply_fsdp(
+    model: HybridLM,
+    *,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None = None,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+) -> None:
     """Shard `model` in place; at degree 1 too, so that one rank computes in the dtypes of many.
 
     Args:
         model: On any device, meta included; its FP32 parameters become DTensors over `mesh`.
         mesh: One axis to shard over, or two: replicate, shard.
+        expert_mesh: The same for routed experts that are spread over ranks already, which are then a group of their
+            own; None: they are sharded with the rest of their block.
         compute_dtype: Dtype in which Linears see their weights.
         reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward.
     """
@@ -34,6 +46,15 @@ def apply_fsdp(model: HybridLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype,
         if compute_dtype is not torch.float32:
             # A few kilobytes: not worth a second gathering in backward.
             fully_shard(_fp32_modules(block), mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
+        if expert_mesh is not None:
+            for experts in (module for module in block.modules() if isinstance(module, Experts)):
+                fully_shard(
+                    experts,
+                    mesh=expert_mesh,
+                    mp_policy=in_compute_dtype,
+                    reshard_after_forward=reshard_after_forward,
+                    shard_placement_fn=partial(_expert_placement, num_shards=expert_mesh.size(-1)),
+                )
         fully_shard(block, mesh=mesh, mp_policy=in_compute_dtype, reshard_after_forward=reshard_after_forward)
     root_policy = in_fp32
     if model.lm_head is not None:  # a tied embedding is used at both ends: it stays in the root's group
@@ -72,6 +93,12 @@ def reshard(model: nn.Module) -> None:
     """Free all gathered weights, so that the next forward gathers the present ones."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def _expert_placement(weight: Tensor, *, num_shards: int) -> Shard:
+    """Shard [E, out_features, in_features] by experts, or by outputs where there are fewer experts than shards."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    return Shard(1 if len(local) < num_shards and local.shape[1] % num_shards == 0 else 0)
 
 
 def _fp32_modules(block: nn.Module) -> list[nn.Module]:

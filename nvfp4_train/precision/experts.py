@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
 from nvfp4_train.model.linear import GroupedLinear, grouped_linear
+from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.spec import Format
 from nvfp4_train.precision.linear import LinearPrecision, history_of, keep_amax
 from nvfp4_train.precision.linear_rows import LinearCall, Saved
@@ -33,8 +34,13 @@ class QuantizedExperts(GroupedLinear):
     Attributes:
         precision: How each expert computes; random streams are named `<layer>.<expert>`.
         position: Shared by all quantized modules of a model.
+        first_expert: Index of the first expert held here, of which there are `num_experts`.
+        num_sources: Ranks whose tokens come to these experts; 1: only those of this rank.
         reduce_amax: Makes ranks that hold parts of one operand of an expert agree on its amax, see QuantizedLinear;
             called for experts that have tokens.
+        part: How to compute with the part of the weight that is held here, see QuantizedLinear.
+        row_offset: Global index of the first output feature held here, of every expert.
+        column_offset: Global index of the first input feature held here.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax over experts, fp32 [1], of each quantized operand in the newest step, by name.
         amax_history: Maxima of older steps over all experts, for the operands that scale by them.
@@ -50,6 +56,11 @@ class QuantizedExperts(GroupedLinear):
         self.precision = precision
         self.position = position
         self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
+        self.part: ParameterPart = WHOLE
+        self.first_expert = 0
+        self.num_sources = 1
+        self.row_offset = 0
+        self.column_offset = 0
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self.amax_history = history_of(precision.recipe)
@@ -70,7 +81,7 @@ class QuantizedExperts(GroupedLinear):
         """
         recipe = self.precision.high_precision if self.position.high_precision else self.precision.recipe
         if not recipe.is_quantized and _is_cast_to(recipe, x.dtype):
-            return grouped_linear(x, self.weight, ends)
+            return grouped_linear(x, self.weight, ends, part=self.part)
         if self.weight.requires_grad and self.weight.dtype is not torch.float32:
             self.weight.grad_dtype = torch.float32  # as in QuantizedLinear
         bounds = [0, *ends.tolist()]
@@ -87,7 +98,7 @@ class QuantizedExperts(GroupedLinear):
         )
         if torch.is_grad_enabled():
             self.saved_bytes = 0
-        y: Tensor = ExpertsFunction.apply(x, self.weight, call)  # type: ignore[no-untyped-call]
+        y: Tensor = ExpertsFunction.apply(x, self.weight, call, self.part)  # type: ignore[no-untyped-call]
         return y
 
     def extra_repr(self) -> str:
@@ -97,19 +108,20 @@ class QuantizedExperts(GroupedLinear):
     def _linear_call(self, recipe: LinearRecipe, expert: int) -> LinearCall:
         position = self.position
         rounder = OperandRounder(
-            layer=f"{self.precision.layer}.{expert}",
+            layer=f"{self.precision.layer}.{self.first_expert + expert}",
             specs=recipe.operands,
             seed=position.seed,
             step=position.step,
             # An expert gets each token of a microbatch at most once, so microbatches draw from rows of their own, and
-            # so do ranks that hold other slices of the sequences.
-            offsets={"tokens": position.row_offset, "inputs": 0, "outputs": 0},
+            # so do ranks that hold other slices of the sequences. With tokens of several ranks there are as many times
+            # more rows.
+            offsets={"tokens": position.row_offset * self.num_sources, "inputs": self.column_offset, "outputs": self.row_offset},
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
             history=self.amax_history,
             is_training=torch.is_grad_enabled(),
-            token_segment=position.segment,
-            token_stride=position.stride,
+            token_segment=position.segment * self.num_sources,
+            token_stride=position.stride * self.num_sources,
         )
         return LinearCall(
             recipe=recipe,
@@ -123,8 +135,10 @@ class QuantizedExperts(GroupedLinear):
 
     def _expert_weights(self) -> tuple[Tensor, ...]:
         # The caches tell parameters apart by object: slices are made once per parameter and share its version counter.
-        if self._slices is None or self._slices[0] is not self.weight:
-            self._slices = (self.weight, self.weight.detach().unbind())
+        with torch.no_grad():
+            local = self.part.local(self.weight)
+        if self._slices is None or self._slices[0] is not local:
+            self._slices = (local, local.detach().unbind())
         return self._slices[1]
 
     def _add_saved(self, num_bytes: int) -> None:
@@ -185,9 +199,10 @@ class ExpertsFunction(torch.autograd.Function):
     """The three GEMMs of every expert that has tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: ExpertsCall) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: ExpertsCall, part: ParameterPart) -> Tensor:
         """Return y [T, out_features] for x [T, in_features] and keep packed what the gradients need."""
-        y = x.new_empty(len(x), weight.shape[1])
+        shape = call.weights[0].shape
+        y = x.new_empty(len(x), shape[0])
         kept: list[Saved] = []
         for expert, linear in call.linears.items():
             own = call.weights[expert]
@@ -197,14 +212,15 @@ class ExpertsFunction(torch.autograd.Function):
             if needs_dx or needs_dw:
                 linear.record_saved(saved.num_input_bytes(own))
             kept.append(saved)
-        ctx.call, ctx.x_dtype, ctx.weight_shape = call, x.dtype, weight.shape
+        ctx.call, ctx.x_dtype, ctx.weight_shape = call, x.dtype, (len(call.weights), *shape)
+        ctx.gradient = part.gradient(weight)
         ctx.save_for_backward(*(tensor for saved in kept for tensor in saved.tensors))
         ctx.saved = [(saved.without_tensors(), len(saved.tensors)) for saved in kept]
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Return dx in the dtype of x and dw in FP32, each only if it is needed."""
         call: ExpertsCall = ctx.call
         tensors = iter(ctx.saved_tensors)
@@ -224,7 +240,7 @@ class ExpertsFunction(torch.autograd.Function):
                 dx[call.rows(expert)] = own_dx[: call.num_tokens(expert)]
             if dw is not None and own_dw is not None:
                 dw[expert] = own_dw
-        return dx, dw, None
+        return dx, None if dw is None else ctx.gradient(dw), None, None
 
 
 def _is_cast_to(recipe: LinearRecipe, dtype: torch.dtype) -> bool:
