@@ -37,8 +37,7 @@ def parallelize(
     checkpoint_activations(model, parallel_cfg.activation_checkpoint)
     apply_fsdp(
         model,
-        mesh=mesh.fsdp_mesh,
-        expert_mesh=mesh.expert_fsdp_mesh if mesh.degree("ep") > 1 or mesh.degree("tp") > 1 else None,
+        mesh=mesh,
         compute_dtype=compute_dtype,
         reshard_after_forward=engine_cfg.reshard_after_forward,
     )

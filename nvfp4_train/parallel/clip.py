@@ -59,5 +59,5 @@ def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if placement.is_shard() and mesh.size(axis) > 1
+        if not placement.is_replicate() and mesh.size(axis) > 1  # FSDP's strided shards are no Shard
     )

@@ -9,8 +9,6 @@ Gradients of parameters need nothing here: FSDP shards over dp_shard x cp and su
 """
 
 from functools import partial
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,10 +19,10 @@ from nvfp4_train.model.documents import Documents, locate_documents, take_part
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.router import Router
 from nvfp4_train.model.row_part import RowExchange
+from nvfp4_train.parallel.amax import agree_on_amax
 from nvfp4_train.parallel.collectives import gather
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.precision.linear import QuantizedLinear
-from nvfp4_train.precision.operands import OPERAND_PLACES
 
 
 def apply_context(model: HybridLM, *, mesh: Mesh) -> None:
@@ -42,7 +40,7 @@ def apply_context(model: HybridLM, *, mesh: Mesh) -> None:
         if isinstance(module, Router):
             module.sum_over_parts = exchange.sum
         elif isinstance(module, QuantizedLinear):
-            module.reduce_amax = partial(_agree_on_amax, module.reduce_amax, group)
+            agree_on_amax(module, spread="tokens", group=group)
 
 
 def cut_rows(whole: Tensor, *, mesh: Mesh) -> Tensor:
@@ -90,21 +88,6 @@ def _locate_part(
 ) -> Documents:
     size = document_ids.shape[1] // exchange.num_parts
     return take_part(locate_documents(document_ids, position_ids), first=rank * size, size=size, exchange=exchange)
-
-
-@torch.compiler.disable
-def _agree_on_amax(inner: Any, group: dist.ProcessGroup, name: str, amax: Tensor) -> Tensor:
-    """Take the maximum over ranks that hold other tokens of the same matrix.
-
-    A maximum per row is that of the whole row where rows are tokens.
-    """
-    amax = inner(name, amax)
-    place = OPERAND_PLACES[name]
-    if place.columns != "tokens" and (place.rows != "tokens" or amax.numel() > 1):
-        return amax
-    agreed = amax.clone()
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-    return agreed
 
 
 @torch.compiler.disable

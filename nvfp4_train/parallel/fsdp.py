@@ -1,7 +1,9 @@
 """Sharding of parameters, gradients and optimizer state over the data ranks (FSDP2), and the dtype policy.
 
 In BF16 every block is two groups, each gathered on its own: the Linears in BF16, and the small modules that must see
-FP32 parameters (`keep_fp32`). In FP32 it is one. The output head belongs to the root, which stays gathered. The
+FP32 parameters (`keep_fp32`). In FP32 it is one. Routed experts are a group of their own, because their ranks are
+arranged differently; it is sharded along the experts, or along their output features where experts are too few. The
+output head belongs to the root, which stays gathered. The
 embedding is FP32 as well, because its gradient is a sum over all occurrences of a token, which a BF16 weight would
 make a BF16 sum. Gradients are added up in FP32 and not averaged: the loss is divided by the number of labels of all
 ranks already.
@@ -11,30 +13,22 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.moe import Experts
+from nvfp4_train.parallel.mesh import Mesh
 
 
-def apply_fsdp(
-    model: HybridLM,
-    *,
-    mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None = None,
-    compute_dtype: torch.dtype,
-    reshard_after_forward: bool,
-) -> None:
+def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
     """Shard `model` in place; at degree 1 too, so that one rank computes in the dtypes of many.
 
     Args:
-        model: On any device, meta included; its FP32 parameters become DTensors over `mesh`.
-        mesh: One axis to shard over, or two: replicate, shard.
-        expert_mesh: The same for routed experts that are spread over ranks already, which are then a group of their
-            own; None: they are sharded with the rest of their block.
+        model: On any device, meta included; its FP32 parameters become DTensors over `mesh`. Those that are DTensors
+            already, over other axes, are sharded further.
+        mesh: Its `fsdp_mesh` and `expert_fsdp_mesh` are one axis to shard over, or two: replicate, shard.
         compute_dtype: Dtype in which Linears see their weights.
         reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward.
     """
@@ -42,28 +36,28 @@ def apply_fsdp(
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    dense = mesh.fsdp_mesh
     for block in (*model.blocks.children(), *model.mtp.children()):
+        for experts in (module for module in block.modules() if isinstance(module, Experts)):
+            fully_shard(
+                experts,
+                mesh=mesh.expert_fsdp_mesh,
+                mp_policy=in_compute_dtype,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=partial(_place_experts, num_shards=mesh.expert["efsdp"].size()),
+            )
         if compute_dtype is not torch.float32:
             # A few kilobytes: not worth a second gathering in backward.
-            fully_shard(_fp32_modules(block), mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
-        if expert_mesh is not None:
-            for experts in (module for module in block.modules() if isinstance(module, Experts)):
-                fully_shard(
-                    experts,
-                    mesh=expert_mesh,
-                    mp_policy=in_compute_dtype,
-                    reshard_after_forward=reshard_after_forward,
-                    shard_placement_fn=partial(_expert_placement, num_shards=expert_mesh.size(-1)),
-                )
-        fully_shard(block, mesh=mesh, mp_policy=in_compute_dtype, reshard_after_forward=reshard_after_forward)
+            fully_shard(_fp32_modules(block), mesh=dense, mp_policy=in_fp32, reshard_after_forward=False)
+        fully_shard(block, mesh=dense, mp_policy=in_compute_dtype, reshard_after_forward=reshard_after_forward)
     root_policy = in_fp32
     if model.lm_head is not None:  # a tied embedding is used at both ends: it stays in the root's group
         root_policy = in_compute_dtype
-        fully_shard(model.final_norm, mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
-        fully_shard(model.embedding, mesh=mesh, mp_policy=in_fp32, reshard_after_forward=True)
+        fully_shard(model.final_norm, mesh=dense, mp_policy=in_fp32, reshard_after_forward=False)
+        fully_shard(model.embedding, mesh=dense, mp_policy=in_fp32, reshard_after_forward=True)
         # Its gradient does not depend on its values.
         cast(FSDPModule, model.embedding).set_unshard_in_backward(False)
-    fully_shard(model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
+    fully_shard(model, mesh=dense, mp_policy=root_policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # The factor alone becomes a PREMUL_SUM reduction, which gloo lacks.
         module.set_gradient_divide_factor(1.0)
@@ -95,10 +89,11 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def _expert_placement(weight: Tensor, *, num_shards: int) -> Shard:
-    """Shard [E, out_features, in_features] by experts, or by outputs where there are fewer experts than shards."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    return Shard(1 if len(local) < num_shards and local.shape[1] % num_shards == 0 else 0)
+def _place_experts(parameter: nn.Parameter, *, num_shards: int) -> Shard:
+    """Say along which dim [E, out_features, in_features] is sharded; one that is not the first needs equal parts."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    num_experts, out_features, _ = local.shape
+    return Shard(1) if num_experts < num_shards and out_features % num_shards == 0 else Shard(0)
 
 
 def _fp32_modules(block: nn.Module) -> list[nn.Module]:

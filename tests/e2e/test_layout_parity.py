@@ -4,7 +4,7 @@ To add a layout, add a row to `LAYOUTS`. Layouts of one world size are trained o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,13 +15,19 @@ from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.config.run import Device
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from tests.support.engines import build_tiny_engine, train
-from tests.support.operands import OperandName, RoundedOperand, recorded_operands, share_of_equal_values
+from tests.support.operands import OperandName, RoundedOperand, is_equal, recorded_operands, share_of_equal_values
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
 from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_model
 
 NUM_STEPS = 10
+# Adam turns the rounding of a gradient near zero into a step of this size, one way or the other.
+NVFP4_LEARNING_RATE = 3e-4
+# Where sums over ranks are rounded to BF16 in another order. Backward, stochastic rounding passes such a difference on.
+SHARE_OF_EQUAL_VALUES = {"fprop.x": 0.9, "wgrad.x": 0.9, "dgrad.dy": 0.1, "wgrad.dy": 0.1}
 MODEL = tiny_model("M*-E/*E")
+# Every width is whole blocks of 16 on each of two ranks.
+MODEL = replace(MODEL, moe=replace(MODEL.moe, shared_d_ff=64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,8 @@ LAYOUTS = (
     Layout(name="fsdp2", world_size=2, changes={"shard": 2}),
     Layout(name="hsdp 2x2", world_size=4, changes={"replicate": 2, "shard": 2}),
     Layout(name="cp2", world_size=2, changes={"cp": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(name="ep2", world_size=2, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(name="fsdp4, ep2", world_size=4, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
 )
 
 
@@ -71,8 +79,9 @@ def run_layout(runtime: Runtime, cfg: ParallelConfig) -> Run:
     losses = train(fp32, range(NUM_STEPS))
     nvfp4 = build_tiny_engine(runtime, nvfp4_recipe(), model=MODEL, parallel=cfg)
     with recorded_operands(tokens_per_microbatch=SEQUENCE_LENGTH) as operands:
-        first = train(nvfp4, range(1))
-    return Run(fp32=losses, nvfp4=first + train(nvfp4, range(1, NUM_STEPS)), operands=operands)
+        first = train(nvfp4, range(1), lr=NVFP4_LEARNING_RATE)
+    later = train(nvfp4, range(1, NUM_STEPS), lr=NVFP4_LEARNING_RATE)
+    return Run(fp32=losses, nvfp4=first + later, operands=operands)
 
 
 def run_layouts(runtime: Runtime, layouts: tuple[Layout, ...]) -> dict[str, Run]:
@@ -135,8 +144,14 @@ def test_the_first_step_rounds_what_one_process_rounds_with_the_same_random_byte
         parts = [(name, part) for name, part in parts if ".experts." not in name[0] or name[1].endswith(".w")]
         assert parts
     for name, part in parts:
-        share = share_of_equal_values(part, single.operands[name])
-        assert share == 1.0 or (layout.reorders_sums and not name[1].endswith(".w") and share > 0.9), (name, share)
+        whole = single.operands[name]
+        if layout.reorders_sums and not name[1].endswith(".w"):
+            share = share_of_equal_values(part, whole)
+            # What experts return differs by their rounding, which is more than an order of summation.
+            expected = min(SHARE_OF_EQUAL_VALUES[name[1]], 0.5 if layout.moves_tokens else 1.0)
+            assert share > expected, (name, share)
+        else:
+            assert is_equal(part, whole), name
 
 
 @pytest.mark.distributed

@@ -26,5 +26,5 @@ def test_names_and_shapes_survive_and_every_parameter_is_distributed(mesh, tie_e
     )
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
     for name, parameter in model.named_parameters():
-        assert parameter.device_mesh == mesh.fsdp_mesh, name
+        assert parameter.device_mesh == (mesh.expert_fsdp_mesh if ".experts." in name else mesh.fsdp_mesh), name
         assert parameter.dtype is torch.float32

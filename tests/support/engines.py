@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.recipe import RecipeConfig
@@ -13,6 +14,7 @@ from nvfp4_train.engine.base import Engine
 from nvfp4_train.engine.build import build_engine, prepare_model
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import Runtime
+from nvfp4_train.precision.amax_history import named_histories
 from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
 
 LEARNING_RATE = 3e-3
@@ -45,14 +47,29 @@ def add_gradients(engine: Engine, step: int) -> Tensor:
     return engine.forward_backward(batches, engine.mesh.sum_over_data(labels))
 
 
-def train(engine: Engine, steps: Iterable[int]) -> list[tuple[float, float]]:
+def train(engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE) -> list[tuple[float, float]]:
     """Take steps and return loss and gradient norm of each, exactly."""
     found = []
     for step in steps:
         loss = add_gradients(engine, step)
-        norm = engine.optimizer_step(lr=LEARNING_RATE, weight_decay=0.1)
+        norm = engine.optimizer_step(lr=lr, weight_decay=0.1)
         found.append((loss.item(), norm.item()))
     return found
+
+
+def whole_optimizer_state(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the full optimizer state; all ranks must call it."""
+    state = collect_state(engine.model, engine._optimizer)["optimizer"]  # type: ignore[attr-defined]
+    return {
+        f"{name}.{key}": (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, values in state.items()
+        for key, value in values.items()
+    }
+
+
+def amax_histories(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the histories of delayed scaling."""
+    return {name: history.clone() for name, history in named_histories(engine.model).items()}
 
 
 def whole_parameters(engine: Engine) -> dict[str, Tensor]:

@@ -92,8 +92,13 @@ def _global(count: int, offset: int, segment: int, stride: int) -> Tensor:
     return offset + local if segment == 0 else offset + local // segment * stride + local % segment
 
 
+def is_equal(part: RoundedOperand, whole: RoundedOperand) -> bool:
+    """Say whether a part is what the whole has in its place, with the same amax, bit for bit."""
+    return share_of_equal_values(part, whole) == 1.0 and torch.equal(part.amax, _rows_of(whole.amax, part.rows))
+
+
 def share_of_equal_values(part: RoundedOperand, whole: RoundedOperand) -> float:
-    """Return how much of a part is bit for bit what the whole has in its place: 1.0 for all of it.
+    """Return how much of a part is bit for bit what the whole has in its place, but for the amax.
 
     An operand with another random key, or outside the whole, has nothing in common with it.
     """
@@ -101,14 +106,8 @@ def share_of_equal_values(part: RoundedOperand, whole: RoundedOperand) -> float:
     if part.key != whole.key or not inside:
         return 0.0
     values = whole.values[part.rows][:, part.columns]
-    decoded, expected = _decoded(part.values, part.amax), _decoded(values, _rows_of(whole.amax, part.rows))
-    return float((decoded == expected).double().mean())
+    return float((part.values == values).double().mean())
 
 
 def _rows_of(amax: Tensor, rows: Tensor) -> Tensor:
     return amax if len(amax) == 1 else amax[rows]
-
-
-def _decoded(values: Tensor, amax: Tensor) -> Tensor:
-    """The scale of a tensor is part of every value."""
-    return values.double() * amax.double().unsqueeze(-1)
