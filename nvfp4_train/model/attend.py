@@ -48,9 +48,7 @@ def _compiled_flex_attention() -> Any:
 
 
 @torch.compiler.disable
-def _attend_by_document(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, window_tokens: int
-) -> Tensor:
+def _attend_by_document(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window_tokens: int) -> Tensor:
     """Write each document's result to its place; a compiled graph would be made anew for every layout."""
     rows: list[list[Tensor]] = [[] for _ in range(len(query))]
     assert documents.spans is not None

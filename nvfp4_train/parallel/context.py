@@ -9,6 +9,7 @@ Gradients of parameters need nothing here: FSDP shards over dp_shard x cp and su
 """
 
 from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -115,7 +115,11 @@ class QuantizedExperts(GroupedLinear):
             # An expert gets each token of a microbatch at most once, so microbatches draw from rows of their own, and
             # so do ranks that hold other slices of the sequences. With tokens of several ranks there are as many times
             # more rows.
-            offsets={"tokens": position.row_offset * self.num_sources, "inputs": self.column_offset, "outputs": self.row_offset},
+            offsets={
+                "tokens": position.row_offset * self.num_sources,
+                "inputs": self.column_offset,
+                "outputs": self.row_offset,
+            },
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
             history=self.amax_history,

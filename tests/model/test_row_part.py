@@ -1,4 +1,4 @@
-"""A part of every row needs little of the rest; here the rest is known to the test, across real ranks it is elsewhere."""
+"""A part of every row needs little of the rest, which the test knows here; ranks exchange it."""
 
 from dataclasses import replace
 from typing import Any
