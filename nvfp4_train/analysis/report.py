@@ -32,6 +32,9 @@ class RunSummary:
         val_loss: Validation loss with the recipe on, before the first step and of the final weights.
         val_loss_bf16: The same in BF16, from the same weights.
         tokens_per_second: Of all ranks together, without evaluation and saving; None if no step was logged.
+        model_tflops_per_device: Mean model TFLOP/s of one device; None if no step was logged.
+        mfu: Mean model FLOPs utilization; None where the peak of the device is not known.
+        fp4_share_of_flops: Share of all model FLOPs with both operands in 4 bits; None if no step was logged.
         fp4_share_of_linear_flops: Share of the Linears' FLOPs, forward and backward, with both operands in 4 bits.
         run_folder: Where everything is.
         figure: PNG of the loss curve, or why there is none.
@@ -44,6 +47,9 @@ class RunSummary:
     val_loss: Change
     val_loss_bf16: Change
     tokens_per_second: float | None
+    model_tflops_per_device: float | None
+    mfu: float | None
+    fp4_share_of_flops: float | None
     fp4_share_of_linear_flops: float
     run_folder: str
     figure: str
@@ -81,6 +87,9 @@ def summarize(run: Run, *, figure: str) -> RunSummary:
         val_loss=_change(run.series("val/loss")),
         val_loss_bf16=_change(run.series("val/loss_bf16")),
         tokens_per_second=run.tokens_per_second,
+        model_tflops_per_device=run.mean_over_time("perf/model_tflops_per_device"),
+        mfu=run.mean_over_time("perf/mfu"),
+        fp4_share_of_flops=run.mean_over_time("perf/fp4_flops_share"),
         fp4_share_of_linear_flops=run.coverage["flops_share_low_precision"],
         run_folder=str(run.path),
         figure=figure,
@@ -97,7 +106,8 @@ def format_summary(summary: RunSummary) -> str:
         "validation loss": f"{summary.val_loss} with the recipe on",
         "": f"{summary.val_loss_bf16} in BF16, from the same weights",
         "throughput": "not logged" if speed is None else f"{speed:,.0f} tokens/s",
-        "Linear FLOPs in FP4": f"{100 * summary.fp4_share_of_linear_flops:.1f} %",
+        "model FLOP/s": _describe_flops(summary),
+        "Linear FLOPs in FP4": _describe_fp4(summary),
         "run folder": summary.run_folder,
         "loss curve": summary.figure,
     }
@@ -108,3 +118,17 @@ def format_summary(summary: RunSummary) -> str:
 def _change(series: Series) -> Change:
     values = series.values
     return Change(start=values[0] if values else None, end=values[-1] if values else None)
+
+
+def _describe_flops(summary: RunSummary) -> str:
+    if summary.model_tflops_per_device is None:
+        return "not logged"
+    utilization = "the peak of the device is not known" if summary.mfu is None else f"MFU {100 * summary.mfu:.1f} %"
+    return f"{summary.model_tflops_per_device:.3g} TFLOP/s per device; {utilization}"
+
+
+def _describe_fp4(summary: RunSummary) -> str:
+    of_linears = f"{100 * summary.fp4_share_of_linear_flops:.1f} %"
+    if summary.fp4_share_of_flops is None:
+        return of_linears
+    return f"{of_linears}; {100 * summary.fp4_share_of_flops:.1f} % of all model FLOPs"

@@ -57,13 +57,28 @@ class Run:
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput over all rows, evaluation and saving not counted; None if no step was logged."""
-        seconds, tokens, before = 0.0, 0, self.rows[0]["tokens"] if self.rows else 0
+        laps = self._laps()
+        seconds = sum(seconds for _, seconds in laps)
+        return sum(row["tokens_per_second"] * seconds for row, seconds in laps) / seconds if seconds else None
+
+    def mean_over_time(self, key: str) -> float | None:
+        """Return the mean of a metric, each row weighted by the training time since the row before it.
+
+        None if no step was logged with it.
+        """
+        laps = [(row[key], seconds) for row, seconds in self._laps() if key in row]
+        seconds = sum(seconds for _, seconds in laps)
+        return sum(value * seconds for value, seconds in laps) / seconds if seconds else None
+
+    def _laps(self) -> list[tuple[Row, float]]:
+        """Return each row of a step with the seconds of training that it took."""
+        laps = []
+        before = self.rows[0]["tokens"] if self.rows else 0
         for row in self.rows:
             if "tokens_per_second" in row:
-                seconds += (row["tokens"] - before) / row["tokens_per_second"]
-                tokens += int(row["tokens"] - before)
+                laps.append((row, (row["tokens"] - before) / row["tokens_per_second"]))
             before = row["tokens"]
-        return tokens / seconds if seconds else None
+        return laps
 
 
 def load_run(path: Path) -> Run:

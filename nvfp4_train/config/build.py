@@ -16,7 +16,7 @@ from nvfp4_train.config.data import DataConfig, PythonStdlibDataConfig, TextFile
 from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig
 from nvfp4_train.config.hub_data import HubDataConfig
 from nvfp4_train.config.indexed_data import IndexedDataConfig
-from nvfp4_train.config.optimizer import AdamWConfig, OptimizerConfig
+from nvfp4_train.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
 from nvfp4_train.config.problem import NO_VALUE, ConfigError, Problem, is_complete, require
 from nvfp4_train.config.scheduler import (
     ConstantConfig,
@@ -37,7 +37,7 @@ LEAVES: dict[type, dict[str, type]] = {
         "hub": HubDataConfig,
         "indexed": IndexedDataConfig,
     },
-    OptimizerConfig: {"adamw": AdamWConfig},
+    OptimizerConfig: {"adamw": AdamWConfig, "muon": MuonConfig},
     SchedulerConfig: {
         "wsd": WsdConfig,
         "cosine": CosineConfig,

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from nvfp4_train.config.train import ResumeMode
 
 # Keys that change neither the state a checkpoint holds nor the order of data. A longer budget moves the end of the
-# schedule only; ranks, microbatches and the device change how a step is split up, not its tokens.
+# schedule only; ranks, microbatches, kernels and the device change how a step is computed, not its tokens.
 MAY_CHANGE_ON_CONTINUE = (
     "run.name",
     "run.dir",
@@ -15,6 +15,7 @@ MAY_CHANGE_ON_CONTINUE = (
     "run.stop_after_steps",
     "run.device",
     "batch.micro_batch_size",
+    "model.mamba.kernels",
     "data.cache_dir",
     "data.prefetch",
     "data.staging_gib",

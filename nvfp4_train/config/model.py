@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from nvfp4_train.config.moe import Activation, MoeConfig
 from nvfp4_train.config.pattern import PATTERN_FIX, LayerKind, LayerPattern, pattern_fault
@@ -22,13 +23,21 @@ class Position(StrEnum):
     rope = "rope"
 
 
+class MambaKernels(StrEnum):
+    """What scans and convolves in a Mamba-2 block."""
+
+    auto = "auto"  # mamba_ssm and causal_conv1d on CUDA where they import, else pytorch
+    pytorch = "pytorch"  # this package: repeatable to the bit, and no bit passes between documents
+    mamba_ssm = "mamba_ssm"  # mamba_ssm and causal_conv1d, or an error
+
+
 @dataclass(kw_only=True, slots=True)
 class MambaConfig:
     """Mamba-2 block; its inner width is ``num_heads * d_head``.
 
     ``conv_bias`` belongs to the convolution, ``proj_bias`` to in_proj and out_proj.
     ``dt_init_min``, ``dt_init_max`` and ``dt_init_floor`` shape the initialization only; ``dt_min`` and ``dt_max``
-    clamp dt after softplus in every forward.
+    clamp dt after softplus in every forward. ``kernels`` changes speed, and rounding.
     """
 
     num_heads: int
@@ -45,6 +54,7 @@ class MambaConfig:
     dt_init_floor: float
     dt_min: float
     dt_max: float
+    kernels: MambaKernels = MambaKernels.auto
 
     def __post_init__(self) -> None:
         check(
@@ -63,11 +73,17 @@ class MambaConfig:
                 "use 0 and .inf for no limits",
             ),
             Rule(
+                "dt_max",
+                lambda: self.dt_max != 0,
+                "must be above 0: with time steps of 0 the scan does nothing",
+                "use .inf for no limit",
+            ),
+            Rule(
                 "dt_init_min",
-                lambda: 0 < self.dt_init_floor <= self.dt_init_min <= self.dt_init_max,
+                lambda: 0 < self.dt_init_floor <= self.dt_init_min <= self.dt_init_max < inf,
                 lambda: (
                     f"0 < dt_init_floor ({self.dt_init_floor}) <= dt_init_min ({self.dt_init_min})"
-                    f" <= dt_init_max ({self.dt_init_max})"
+                    f" <= dt_init_max ({self.dt_init_max}), all finite"
                 ),
                 "the published values are 1e-4, 1e-3 and 0.1",
             ),

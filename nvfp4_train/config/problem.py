@@ -9,6 +9,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+LARGEST_INTEGER = 2**63 - 1  # what tensors can count
+
 NO_VALUE = object()  # where a problem has no value to show
 
 
@@ -137,11 +139,17 @@ def not_negative(cfg: object, *names: str) -> list[Rule]:
 
 
 def _not_infinite(cfg: object, *names: str) -> list[Rule]:
-    return [Rule(name, partial(_is_not_infinite, cfg, name), "must be finite", "give a number") for name in names]
+    def rule(name: str) -> str:
+        return f"must be at most {LARGEST_INTEGER}" if isinstance(getattr(cfg, name), int) else "must be finite"
+
+    return [
+        Rule(name, partial(_is_not_infinite, cfg, name), partial(rule, name), "give a smaller number") for name in names
+    ]
 
 
 def _is_not_infinite(cfg: object, name: str) -> bool:
-    return bool(getattr(cfg, name) != inf)
+    value = getattr(cfg, name)
+    return bool(value <= LARGEST_INTEGER if isinstance(value, int) else value != inf)
 
 
 def _compare(cfg: object, name: str, *, above: bool) -> Callable[[], bool]:

@@ -120,6 +120,21 @@ class LinearRecipe:
         }
 
     @property
+    def weight_gather_problem(self) -> str | None:
+        """Why ranks cannot send each other the quantized weight in place of its values, or None."""
+        spec = self.fprop.w
+        if not spec.is_quantized:
+            return "its weight is not quantized"
+        has_outside = self.pair is not None or any(row.gemm is not None for row in (self.fprop, self.dgrad, self.wgrad))
+        if has_outside or spec.quantizer is not None:
+            return "code from outside the recipe reads its weight"
+        if spec != self.dgrad.w or not spec.is_direction_free:
+            return "fprop and dgrad quantize its weight in two ways"
+        if spec.amax_history_length:
+            return "its weight is scaled by maxima of older steps"
+        return None
+
+    @property
     def is_quantized(self) -> bool:
         """Whether any operand leaves the compute dtype."""
         return any(spec.is_quantized for spec in self.operands.values())

@@ -10,7 +10,7 @@ from nvfp4_train.config.blend import coverage_problems
 from nvfp4_train.config.checkpoint import CheckpointConfig
 from nvfp4_train.config.data import DataConfig, TextDataConfig
 from nvfp4_train.config.degrees import degree_rules
-from nvfp4_train.config.engine import EngineConfig
+from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.evaluation import EvaluationConfig
 from nvfp4_train.config.indexed_data import IndexedDataConfig
 from nvfp4_train.config.logging import LoggingConfig
@@ -86,11 +86,21 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
             lambda: f"a fork starts from the checkpoint that resume names, and resume is {cfg.resume}",
             "resume=runs/NAME/checkpoints/step_...",
         ),
+        Rule(
+            "engine.weight_gather",
+            lambda: not _gathers_quantized(cfg.engine) or cfg.recipe.linear.weight_gather_problem is None,
+            lambda: f"under recipe {cfg.recipe.name} no weight can be: {cfg.recipe.linear.weight_gather_problem}",
+            "engine.weight_gather=bf16, or a recipe whose weights have square tiles, such as nvfp4",
+        ),
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
     rules += [*_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)]
     rules += degree_rules(cfg)
     return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems)]
+
+
+def _gathers_quantized(engine: EngineConfig) -> bool:
+    return isinstance(engine, TorchEngineConfig) and engine.weight_gather is WeightGather.quantized
 
 
 def _tokenizer_vocab_size(data: DataConfig) -> int:

@@ -39,10 +39,13 @@ class Engine(Protocol):
     Attributes:
         mesh: Of all ranks.
         step: Optimizer steps taken, skipped ones included.
+        extra_losses: What the model reports beside the loss, of the newest step: mean over labels of all ranks by name
+            (``mtp_1``, ``router``), FP32 scalars on the device. Empty for a model that reports nothing.
     """
 
     mesh: Mesh
     step: int
+    extra_losses: dict[str, Tensor]
 
     @property
     def model(self) -> nn.Module:

@@ -1,10 +1,10 @@
 """From configuration to an engine: build on meta, precision, parallelize, materialize."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig
+from nvfp4_train.config.engine import EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
@@ -16,6 +16,8 @@ from nvfp4_train.optim.build import build_optimizer
 from nvfp4_train.parallel.apply import parallelize
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.parallel.optimizer_sharding import dtensor_sharding
+from nvfp4_train.parallel.quantized_gather import gather_quantized, weight_gathers
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import PrecisionPlan
 
@@ -67,12 +69,21 @@ def build_engine(
                 compute_dtype=model.compute_dtype,
             )
             materialize(model, mesh=mesh, seed=prepared.seed)
+            if engine_cfg.weight_gather is WeightGather.quantized:
+                _gather_quantized(prepared, mesh=mesh)
             return TorchEngine(
                 model,
-                optimizer=build_optimizer(model, optimizer_cfg),
+                optimizer=build_optimizer(model, optimizer_cfg, sharding=dtensor_sharding()),
                 mesh=mesh,
                 plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
                 keeps_weights_gathered=not engine_cfg.reshard_after_forward,
             )
     raise AssertionError(f"no engine for {type(engine_cfg).__name__}")
+
+
+def _gather_quantized(prepared: PreparedModel, *, mesh: Mesh) -> None:
+    """Let FSDP send codes of weights, and say so in the coverage report."""
+    gathers = weight_gathers(prepared.model, num_shards=mesh.fsdp_mesh.size(-1))
+    gather_quantized(prepared.model, group=mesh.dense["fsdp"].get_group(), position=prepared.plan.position)
+    prepared.plan.coverage[:] = [replace(row, weight_gather=gathers[row.module]) for row in prepared.plan.coverage]

@@ -13,6 +13,7 @@ from nvfp4_train.checkpoint.save import save_checkpoint
 from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.base import Forward, LossSum
+from nvfp4_train.engine.extra_losses import ExtraLosses
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import apply_update
@@ -53,6 +54,7 @@ class TorchEngine:
         self.model = model
         self.mesh = mesh
         self.step = 0
+        self.extra_losses: dict[str, Tensor] = {}
         self._optimizer = optimizer
         self._position = plan.position
         self._after_step = plan.after_step
@@ -62,13 +64,16 @@ class TorchEngine:
     def forward_backward(self, batches: list[Batch], denominator: Tensor) -> Tensor:
         """Add up the gradients of one step; see `Engine`."""
         total = torch.zeros((), device=self.mesh.device)
+        extra = ExtraLosses()
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             prepare_backward(self.model, is_last=is_last, keeps_gathered=self._keeps_weights_gathered)
             loss_sum = self._forward(batch)
             (loss_sum / denominator).backward()
             total += loss_sum.detach()
-        return self.mesh.sum_over_tokens(total) / denominator
+            extra.add(self.model.extra_losses)
+        total, self.extra_losses = extra.reduce(total, sum_over_data=self.mesh.sum_over_tokens)
+        return total / denominator
 
     def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
         """Clip the gradients, update the parameters and forget the gradients; see `Engine`."""

@@ -235,7 +235,8 @@ def _moe_config(theirs: Mapping[str, Any]) -> MoeConfig:
         num_experts=theirs["n_routed_experts"],
         top_k=theirs["num_experts_per_tok"],
         d_ff=theirs["moe_intermediate_size"],
-        shared_d_ff=theirs["moe_shared_expert_intermediate_size"],
+        # transformers always has a shared expert; 0 gives it the width of an MLP block.
+        shared_d_ff=theirs["moe_shared_expert_intermediate_size"] or theirs["intermediate_size"],
         d_latent=theirs["moe_latent_size"] or 0,
         activation=ACTIVATIONS[theirs["mlp_hidden_act"]],
         score=RouterScore.sigmoid,

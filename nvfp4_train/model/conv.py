@@ -6,19 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nvfp4_train.config.model import MambaKernels
 from nvfp4_train.model.documents import Documents
+from nvfp4_train.model.mamba_kernels import conv_kernel, run_conv
 
 
 class CausalConv1d(nn.Module):
     """Mix each channel with its own ``d_conv - 1`` past tokens of the same document, then apply SiLU, in FP32.
 
     ``weight`` is [channels, d_conv]; its last tap multiplies the current token.
+
+    Attributes:
+        kernels: What convolves.
     """
 
     keep_fp32 = True
 
     def __init__(self, channels: int, *, d_conv: int, bias: bool) -> None:
         super().__init__()
+        self.kernels = MambaKernels.auto
         self.weight = nn.Parameter(torch.empty(channels, d_conv))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
@@ -34,6 +40,8 @@ class CausalConv1d(nn.Module):
         Returns:
             [B, S, channels] in the dtype of ``x``.
         """
+        if preceding is None and (kernel := conv_kernel(self.kernels, x, d_conv=self.weight.shape[1])) is not None:
+            return run_conv(kernel, x, weight=self.weight, bias=self.bias, documents=documents)
         document_ids = None if documents.one_per_row else documents.ids
         if preceding is None:
             return _ConvolveSilu.apply(x, self.weight, self.bias, document_ids)

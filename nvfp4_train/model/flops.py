@@ -5,6 +5,7 @@ multiply and an add are two operations. Norms, convolutions and activations are 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ from nvfp4_train.model.attention import Attention
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.linear import GroupedLinear
 from nvfp4_train.model.mamba2 import Scan
+from nvfp4_train.model.peaks import Precision
 from nvfp4_train.model.router import Router
 
 GEMMS = 3  # fprop, dgrad and wgrad cost the same
@@ -97,13 +99,21 @@ class FlopsReport:
         """Return the model FLOPs of forward and backward by where they come from."""
         return {product: sum(GEMMS * row.forward for row in self.rows if row.product is product) for product in Product}
 
-    def low_precision(self, gemms: Mapping[str, Sequence[str]]) -> float:
-        """Return the model FLOPs in 4-bit GEMMs.
+    def by_precision(
+        self, gemms: Mapping[str, Mapping[str, Precision]], *, otherwise: Precision
+    ) -> dict[Precision, float]:
+        """Return the model FLOPs of forward and backward by what is multiplied; they add up to ``model``.
 
         Args:
-            gemms: For each Linear, which of its three GEMMs have two 4-bit operands; as in the coverage report.
+            gemms: For each Linear by name, the precision of each of its three GEMMs; as in the coverage report.
+            otherwise: Of every other product but those of routers, which are FP32.
         """
-        return sum(row.forward * len(gemms.get(row.module, ())) for row in self.rows if row.product is Product.linear)
+        amounts: Counter[Precision] = Counter()
+        for row in self.rows:
+            others = Precision.fp32 if row.product is Product.router else otherwise
+            for precision in gemms.get(row.module, {}).values() or [others] * GEMMS:
+                amounts[precision] += row.forward  # type: ignore[assignment]
+        return dict(amounts)
 
 
 def count_flops(model: HybridLM, *, document_lengths: Sequence[int]) -> FlopsReport:

@@ -26,9 +26,9 @@ class HybridLM(nn.Module):
     the dtype of activations; every module casts its own weight.
 
     Attributes:
-        extra_losses: Per counted label, detached, of the newest forward that recorded gradients: ``mtp_<depth>``
-            (cross-entropy) and ``router`` (weighted sum of the routers' penalties). Where the tokens are parts of rows,
-            the mean over those that hold the parts is what whole rows have.
+        extra_losses: Of the newest forward that recorded gradients, detached: the sum over labels, and their number,
+            of ``mtp_<depth>`` (cross-entropy) and ``router`` (weighted sum of the routers' penalties); [2] each. Where
+            the tokens are parts of rows, those of all parts together are the sums over whole rows.
         locate_documents: Prepares the document layout of a batch; replaced where the tokens are parts of rows.
     """
 
@@ -92,28 +92,29 @@ class HybridLM(nn.Module):
         loss = self._loss(h, labels)
         if not torch.is_grad_enabled():
             return loss
-        num_labels = documents.mean_over_parts((labels != IGNORE_INDEX).sum())
         extra = self._mtp_losses(h, embedded, labels, documents=documents, penalties=penalties)
         if penalties:
-            extra["router"] = torch.stack(penalties).sum() * num_labels
-        self.extra_losses = {name: (value / num_labels).detach() for name, value in extra.items()}
+            num_labels = documents.mean_over_parts(count_labels(labels))
+            extra["router"] = (torch.stack(penalties).sum() * num_labels, num_labels)
+        self.extra_losses = {name: torch.stack((value.detach(), count)) for name, (value, count) in extra.items()}
         if not extra:
             return loss
         weights = {"router": 1.0}
         mtp_weight = self.cfg.mtp.loss_weight / max(self.num_mtp_depths, 1)
-        added = torch.stack([weights.get(name, mtp_weight) * value for name, value in extra.items()]).sum()
+        added = torch.stack([weights.get(name, mtp_weight) * value for name, (value, _) in extra.items()]).sum()
         return loss + (added - added.detach())
 
     def _mtp_losses(
         self, h: Tensor, embedded: Tensor, labels: Tensor, *, documents: Documents, penalties: list[Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the sum of the cross-entropy of each depth; a depth's labels end earlier than those of the last."""
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum of the cross-entropy of each depth, and its labels, which end earlier than those before."""
         losses = {}
         for depth in range(1, self.num_mtp_depths + 1):
             module = self.mtp[0 if self.cfg.mtp.share_depths else depth - 1]
             h, of_routers = module(h, shift_left(embedded, documents, by=depth, fill=0.0), documents)
             penalties += of_routers
-            losses[f"mtp_{depth}"] = self._loss(h, later_labels(labels, documents, depth=depth))
+            later = later_labels(labels, documents, depth=depth)
+            losses[f"mtp_{depth}"] = (self._loss(h, later), count_labels(later))
         return losses
 
     def _loss(self, h: Tensor, labels: Tensor) -> Tensor:
@@ -123,6 +124,11 @@ class HybridLM(nn.Module):
         if self.lm_head is None:
             return F.linear(h, self.embedding.weight.to(h.dtype))
         return self.lm_head(h)
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    """Return the number of labels that count, an FP32 scalar on their device."""
+    return (labels != IGNORE_INDEX).sum().to(torch.float32)
 
 
 def build_model(cfg: ModelConfig) -> HybridLM:

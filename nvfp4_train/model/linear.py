@@ -89,10 +89,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[T, K] x [E, K, N] -> [T, N]."""
-    if x.dtype is not torch.float64:
-        return F.grouped_mm(x, weight, offs=ends)
-    parts = torch.tensor_split(x, ends[:-1].long())  # PyTorch 2.13 groups no FP64
-    return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+    if x.dtype is torch.float64:
+        parts = torch.tensor_split(x, ends[:-1].long())  # PyTorch 2.13 groups no FP64
+        return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+    rest_k, rest_n = _padding(x, weight.shape[1]), _padding(x, weight.shape[2])
+    if rest_k or rest_n:
+        x, weight = F.pad(x, (0, rest_k)), F.pad(weight, (0, rest_n, 0, rest_k))
+    product = F.grouped_mm(x, weight, offs=ends)
+    return product[:, : product.shape[1] - rest_n].contiguous() if rest_n else product
 
 
 def _grouped_outer(grad_y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
@@ -102,4 +106,11 @@ def _grouped_outer(grad_y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         return torch.stack([dy.T @ part for dy, part in pairs])
     if x.device.type == "cpu":  # products of BF16 are exact in FP32; on CUDA only BF16 comes back from BF16
         grad_y, x = grad_y.float(), x.float()
-    return F.grouped_mm(grad_y.mT, x, offs=ends).float()
+    width_n, width_k = grad_y.shape[1], x.shape[1]
+    grad_y, x = (F.pad(t, (0, rest)) if (rest := _padding(t, t.shape[1])) else t for t in (grad_y, x))
+    return F.grouped_mm(grad_y.mT, x, offs=ends)[:, :width_n, :width_k].float()
+
+
+def _padding(like: Tensor, width: int) -> int:
+    """Return how many zeros a width needs so that rows of it start at multiples of 16 bytes, as grouped GEMMs ask."""
+    return -width % (16 // like.element_size())

@@ -1,5 +1,7 @@
 """The Mamba-2 mixer."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from nvfp4_train.config.model import MambaConfig, NormGroup
 from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.linear import Linear
+from nvfp4_train.model.mamba_kernels import scan_kernel, sequence_index
 from nvfp4_train.model.norm import GatedRMSNorm
 from nvfp4_train.model.ssd import FinalState, ScanInputs, scale_heads, ssd_final_state, ssd_scan
 
@@ -48,6 +51,9 @@ class Scan(nn.Module):
         Returns:
             [B, S, G, R, P] in the dtype of ``x``.
         """
+        kernel = scan_kernel(self.cfg, x)
+        if kernel is not None and initial_state is None and documents.part is None:
+            return self._scan_fused(kernel, x, b=b, c=c, dt=dt, documents=documents)
         y, _ = ssd_scan(
             self._inputs(x, b=b, c=c, dt=dt),
             document_ids=documents.ids,
@@ -66,6 +72,32 @@ class Scan(nn.Module):
         return ssd_final_state(
             self._inputs(x, b=b, c=b, dt=dt), document_ids=documents.ids, chunk_size=self.cfg.chunk_size
         )
+
+    @torch.compiler.disable
+    def _scan_fused(
+        self, kernel: Callable[..., Tensor], x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor, documents: Documents
+    ) -> Tensor:
+        """Do the same through ``mamba_chunk_scan_combined``.
+
+        Source: https://github.com/state-spaces/mamba, ``mamba_ssm/ops/triton/ssd_combined.py``: x is (batch, seqlen,
+        heads, headdim), dt (batch, seqlen, heads), A (heads), B and C (batch, seqlen, groups, dstate), D and dt_bias
+        (heads), seq_idx (batch, seqlen); head h uses group h // (heads / groups). dt is biased, goes through softplus
+        and is clamped, in FP32.
+        """
+        y = kernel(
+            x.flatten(2, 3),
+            dt.flatten(2),
+            -self.A_log.exp(),
+            b,
+            c,
+            chunk_size=self.cfg.chunk_size,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=(self.cfg.dt_min, self.cfg.dt_max),
+            seq_idx=sequence_index(documents),
+        )
+        return y.reshape(x.shape)
 
     def _inputs(self, x: Tensor, *, b: Tensor, c: Tensor, dt: Tensor) -> ScanInputs:
         heads = x.shape[2:4]
@@ -91,6 +123,7 @@ class Mamba2(nn.Module):
         self.conv_split = (inner, cfg.d_state, cfg.d_state)
         self.in_proj = Linear(d_model, cfg.num_groups * sum(self.group_split), bias=cfg.proj_bias)
         self.conv1d = CausalConv1d(cfg.num_groups * self.group_split[1], d_conv=cfg.d_conv, bias=cfg.conv_bias)
+        self.conv1d.kernels = cfg.kernels
         self.scan = Scan(cfg)
         norm_width = inner if cfg.norm_group is NormGroup.group else cfg.d_inner
         self.norm = GatedRMSNorm(cfg.d_inner, group_width=norm_width, eps=norm_eps)

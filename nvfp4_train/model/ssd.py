@@ -1,5 +1,6 @@
 """The state-space scan of Mamba-2 as matrix products (state-space duality); the state restarts in each document."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,9 @@ def ssd_scan(
     """
     size = inputs.x.shape[1]
     chunks = _divide(inputs, document_ids=document_ids, chunk_size=chunk_size)
-    y = _WithinChunks.apply(chunks.x, chunks.cumulative, _scores(chunks.b, chunks.c), chunks.masks.causal)
+    y = _WithinChunks.apply(
+        chunks.x, chunks.cumulative, _scores(chunks.b, chunks.c), (chunks.masks.causal, chunks.remainder)
+    )
     states, final = _states(chunks, initial_state, part)
     read = (chunks.c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
     from_start = chunks.cumulative.exp() * chunks.masks.from_state
@@ -111,6 +114,7 @@ class _Chunks:
 
     x: Tensor  # [B, L, C, G, R, P]
     cumulative: Tensor  # [B, L, C, G, R]: log-decays summed from the chunk's or the document's start
+    remainder: Tensor  # [B, L, C, G, R]: what rounding took from those sums, without a gradient
     b: Tensor  # [B, L, C, G, N]
     c: Tensor  # [B, L, C, G, N]
     masks: _ChunkMasks
@@ -120,7 +124,7 @@ def _divide(inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int) -> _Ch
     size = inputs.x.shape[1]
     chunk_size = min(chunk_size, size)
     padding = -size % chunk_size
-    tensors = (inputs.x, inputs.log_decay, inputs.b, inputs.c)
+    tensors: tuple[Tensor, ...] = (inputs.x, inputs.log_decay, inputs.b, inputs.c)
     if padding:  # x = 0 and log_decay = 0 leave the state as it is
         tensors = tuple(F.pad(t, (0, 0) * (t.ndim - 2) + (0, padding)) for t in tensors)
         document_ids = torch.cat((document_ids, document_ids[:, -1:].expand(-1, padding)), dim=1)
@@ -128,8 +132,11 @@ def _divide(inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int) -> _Ch
     masks = _chunk_masks(ids, dtype=log_decay.dtype)
     # A product with a 0/1 mask, not a cumulative sum: another document's terms are exact zeros. FP64 so that no setting
     # of the backend's FP32 products (TF32, BF16) rounds the decays.
-    cumulative = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double()).to(log_decay.dtype)
-    return _Chunks(x=x, cumulative=cumulative, b=b, c=c, masks=masks)
+    sums = torch.einsum("blts,blsgr->bltgr", masks.causal.double(), log_decay.double())
+    cumulative = sums.to(log_decay.dtype)
+    # Neighbours late in a chunk have large sums that differ by little: their rounding would be an error of the decay.
+    remainder = (sums.detach() - cumulative.detach()).to(log_decay.dtype)
+    return _Chunks(x=x, cumulative=cumulative, remainder=remainder, b=b, c=c, masks=masks)
 
 
 def _chunk_masks(ids: Tensor, *, dtype: torch.dtype) -> _ChunkMasks:
@@ -152,13 +159,16 @@ class _WithinChunks(torch.autograd.Function):
     """What the tokens of a chunk receive from each other.
 
     Written out because autograd would keep and traverse several FP32 tensors of size [B, L, G, R, C, C] where this
-    keeps one in the dtype of ``x``.
+    keeps one in the dtype of ``x``. ``exact`` is the causal mask and the remainder of the sums, which have no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cumulative: Tensor, scores: Tensor, causal: Tensor) -> Tensor:
-        by_head = cumulative.permute(0, 1, 3, 4, 2).contiguous()  # [B, L, G, R, C]; results inherit its strides
-        decay = _exp_of_negative(by_head[..., :, None] - by_head[..., None, :])
+    def forward(ctx: Any, x: Tensor, cumulative: Tensor, scores: Tensor, exact: tuple[Tensor, Tensor]) -> Tensor:
+        causal, remainder = exact
+        decay = _differences(cumulative)
+        if x.dtype is torch.float32:  # a narrower dtype rounds the decays by more, FP64 has no remainder to speak of
+            decay += _differences(remainder)
+        decay = _exp_of_negative(decay)
         decay = decay.mul_(causal[:, :, None, None]).to(x.dtype)  # [B, L, G, R, C, C]
         ctx.save_for_backward(x, scores, decay)
         return _tokens_first((scores * decay) @ _heads_first(x))
@@ -178,6 +188,12 @@ class _WithinChunks(torch.autograd.Function):
         return grad_x, grad_cumulative, grad_scores, None
 
 
+def _differences(sums: Tensor) -> Tensor:
+    """Return the sum at each token less that at each token of its chunk, [B, L, G, R, C, C]."""
+    by_head = sums.permute(0, 1, 3, 4, 2).contiguous()  # [B, L, G, R, C]; results inherit its strides
+    return by_head[..., :, None] - by_head[..., None, :]
+
+
 def _scores(b: Tensor, c: Tensor) -> Tensor:
     """Return c_t . b_s, [B, L, G, 1, C, C]."""
     return (c.transpose(2, 3) @ b.permute(0, 1, 3, 4, 2))[:, :, :, None]
@@ -193,9 +209,9 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 def _states(chunks: _Chunks, initial_state: Tensor | None, part: RowPart | None) -> tuple[Tensor, FinalState]:
     """Return the state at the start of each chunk, [B, L, G, N, R*P], and what the last chunk leaves."""
-    x, cumulative, masks = chunks.x, chunks.cumulative, chunks.masks
+    x, cumulative, remainder, masks = chunks.x, chunks.cumulative, chunks.remainder, chunks.masks
     end = cumulative[:, :, -1:]
-    to_end = _exp_of_negative(end - cumulative) * masks.to_state
+    to_end = _exp_of_negative((end - cumulative) + (remainder[:, :, -1:] - remainder)) * masks.to_state
     leaving = scale_heads(x, to_end).flatten(4)  # [B, L, C, G, R*P]
     added = chunks.b.permute(0, 1, 3, 4, 2) @ leaving.transpose(2, 3)  # [B, L, G, N, R*P]
     decay = end[:, :, 0].exp() * masks.carries  # [B, L, G, R]
@@ -252,3 +268,17 @@ class _PassStates(torch.autograd.Function):
             grad_decay[:, index] = (grad * states[:, index]).sum(dim=-2, keepdim=True)
             grad.mul_(decay[:, index]).add_(grad_states[:, index])
         return grad_added, grad_decay, grad if ctx.has_initial else None, None
+
+
+def import_mamba_ssm() -> Callable[..., Tensor]:
+    """Return the scan of mamba_ssm; raises what importing it raises."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined
+
+
+def import_causal_conv1d() -> Callable[..., Tensor]:
+    """Return the convolution of causal_conv1d; raises what importing it raises."""
+    from causal_conv1d import causal_conv1d_fn
+
+    return causal_conv1d_fn

@@ -39,5 +39,5 @@ def parallelize(
         model,
         mesh=mesh,
         compute_dtype=compute_dtype,
-        reshard_after_forward=engine_cfg.reshard_after_forward,
+        reshard_after_forward=engine_cfg.reshard_ranks or engine_cfg.reshard_after_forward,
     )

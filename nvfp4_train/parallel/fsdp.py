@@ -22,7 +22,7 @@ from nvfp4_train.model.moe import Experts
 from nvfp4_train.parallel.mesh import Mesh
 
 
-def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, reshard_after_forward: bool | int) -> None:
     """Shard `model` in place; at degree 1 too, so that one rank computes in the dtypes of many.
 
     Args:
@@ -30,20 +30,30 @@ def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, resha
             already, over other axes, are sharded further.
         mesh: Its `fsdp_mesh` and `expert_fsdp_mesh` are one axis to shard over, or two: replicate, shard.
         compute_dtype: Dtype in which Linears see their weights.
-        reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward.
+        reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward; a
+            number: until then they stay spread over so many neighbouring ranks.
+
+    Raises:
+        ValueError: for a number of ranks that does not divide those of the shard.
     """
+    dense = mesh.fsdp_mesh
+    num_shards = dense.size(-1)
+    if not isinstance(reshard_after_forward, bool) and num_shards % reshard_after_forward:
+        raise ValueError(
+            f"engine.reshard_ranks = {reshard_after_forward} must divide the {num_shards} ranks that share a weight "
+            "(dp_shard_degree x cp_degree); change it, or use 0 for all of them"
+        )
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    dense = mesh.fsdp_mesh
     for block in (*model.blocks.children(), *model.mtp.children()):
         for experts in (module for module in block.modules() if isinstance(module, Experts)):
             fully_shard(
                 experts,
                 mesh=mesh.expert_fsdp_mesh,
                 mp_policy=in_compute_dtype,
-                reshard_after_forward=reshard_after_forward,
+                reshard_after_forward=_reshard_experts(reshard_after_forward, mesh.expert["efsdp"].size()),
                 shard_placement_fn=partial(_place_experts, num_shards=mesh.expert["efsdp"].size()),
             )
         if compute_dtype is not torch.float32:
@@ -87,6 +97,13 @@ def reshard(model: nn.Module) -> None:
     """Free all gathered weights, so that the next forward gathers the present ones."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def _reshard_experts(reshard_after_forward: bool | int, num_shards: int) -> bool | int:
+    """Return the choice for experts: their shards may be fewer than the ranks that weights should stay spread over."""
+    if isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    return reshard_after_forward if num_shards % reshard_after_forward == 0 else True
 
 
 def _place_experts(parameter: nn.Parameter, *, num_shards: int) -> Shard:

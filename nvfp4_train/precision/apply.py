@@ -9,7 +9,7 @@ from nvfp4_train.config.problem import Problem, require
 from nvfp4_train.config.recipe import ComputeDtype, DgradRow, FpropRow, LinearRecipe, RecipeConfig, WgradRow
 from nvfp4_train.model.linear import GroupedLinear
 from nvfp4_train.numerics.spec import Block, Format, GemmMode, OperandSpec, Rounding
-from nvfp4_train.precision.coverage import CoverageRow, PrecisionPlan, low_precision_gemms
+from nvfp4_train.precision.coverage import CoverageRow, PrecisionPlan, gemm_precisions, low_precision_gemms
 from nvfp4_train.precision.experts import QuantizedExperts
 from nvfp4_train.precision.extensions import after_step, extension_problems, list_extensions
 from nvfp4_train.precision.linear import LinearPrecision, QuantizedLinear
@@ -90,6 +90,7 @@ def _coverage_row(linear: nn.Linear | GroupedLinear, *, precision: LinearPrecisi
         recipe=precision.recipe_name,
         why=why,
         low_precision_gemms=low_precision_gemms(precision.recipe),
+        gemm_precisions=gemm_precisions(precision.recipe),
         num_experts=num_experts,
         uses_per_token=uses_per_token,
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_train.config.recipe import ComputeDtype, LinearRecipe
-from nvfp4_train.numerics.spec import FOUR_BIT_FORMATS
+from nvfp4_train.model.peaks import Precision
+from nvfp4_train.numerics.spec import FOUR_BIT_FORMATS, HIGH_PRECISION_FORMATS, Format
 from nvfp4_train.precision.position import RoundingPosition
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -20,7 +21,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 class CoverageRow:
     """One Linear: name and shape, the recipe it runs, the rule that decided, its GEMMs with two 4-bit operands.
 
+    `weight_gather` is what ranks send of its weight, and why if that is not what was asked for.
+
     The Linears of a group of experts are one row; each token uses `uses_per_token` of its `num_experts`.
+    `gemm_precisions` says of each GEMM which of a device's speeds it runs at: that of the wider of its operands.
     """
 
     module: str
@@ -29,8 +33,10 @@ class CoverageRow:
     recipe: str
     why: str
     low_precision_gemms: list[str]
+    gemm_precisions: dict[str, Precision]
     num_experts: int = 1
     uses_per_token: int = 1
+    weight_gather: str = "bf16"
 
     @property
     def flops_per_token(self) -> int:
@@ -80,6 +86,24 @@ def low_precision_gemms(recipe: LinearRecipe) -> list[str]:
         for gemm in GEMMS
         if all(spec.format in FOUR_BIT_FORMATS for name, spec in specs.items() if name.startswith(gemm))
     ]
+
+
+def gemm_precisions(recipe: LinearRecipe) -> dict[str, Precision]:
+    """Return of each GEMM of a recipe the precision of the wider of its two operands."""
+    widest_first = list(Precision)
+    return {
+        gemm: min(
+            (_precision(spec.format) for name, spec in recipe.operands.items() if name.startswith(gemm)),
+            key=widest_first.index,
+        )
+        for gemm in GEMMS
+    }
+
+
+def _precision(element: Format) -> Precision:
+    if element in FOUR_BIT_FORMATS:
+        return Precision.fp4
+    return Precision(element.value) if element in HIGH_PRECISION_FORMATS else Precision.fp8
 
 
 def save_coverage(plan: PrecisionPlan, path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from nvfp4_train.config.recipe import LinearRecipe
 from nvfp4_train.numerics.spec import GemmMode
 from nvfp4_train.precision.amax_history import AmaxHistory
+from nvfp4_train.precision.arriving_weight import ArrivingWeight
 from nvfp4_train.precision.linear_rows import LinearCall
 from nvfp4_train.precision.operands import OperandRounder
 from nvfp4_train.precision.position import RoundingPosition
@@ -138,6 +139,10 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Add the recipe to what `print(model)` shows."""
         return f"{super().extra_repr()}, recipe={self.precision.recipe_name}"
+
+    def receive_weight(self, arriving: ArrivingWeight) -> None:
+        """Take the weight from there from now on; the parameter keeps its shape and its gradient, and has no values."""
+        self._weights.arriving = arriving
 
     def _rounder(self, recipe: LinearRecipe) -> OperandRounder:
         position = self.position

@@ -57,6 +57,12 @@ class StoredOperand:
     dtype: torch.dtype
     is_transposed: bool = False
 
+    @classmethod
+    def of_codes(cls, packed: QuantizedTensor, direction: Direction) -> "StoredOperand":
+        """Return an operand that is quantized already."""
+        tensors = (packed.codes, packed.block_scale, packed.amax)
+        return cls(tensors, packed.spec, direction, packed.shape, packed.dtype)
+
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> "StoredOperand":
         """Return the same operand over other tensors; autograd keeps them apart from the rest."""
         return replace(self, tensors=tensors)
@@ -129,10 +135,10 @@ class OperandRounder:
         stream, sign_mask = self.stream(name), self.sign_mask(name)
         if spec.quantizer is None:
             packed = quantize(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
-            return _stored_codes(packed, direction)
+            return StoredOperand.of_codes(packed, direction)
         result = round_outside(tensor, spec, direction=direction, amax=amax, stream=stream, sign_mask=sign_mask)
         if isinstance(result, QuantizedTensor):
-            return _stored_codes(result, direction)
+            return StoredOperand.of_codes(result, direction)
         shape = (result.shape[0], result.shape[1])
         return StoredOperand((result,), value_spec(result), Direction.row, shape, result.dtype)
 
@@ -145,7 +151,7 @@ class OperandRounder:
         found = compute_amax_both(tensor, first, second)
         agreed = [self._agree(name, amax) for name, amax in zip(names, found, strict=True)]
         packed = quantize_both(tensor, first, second, amax=(agreed[0], agreed[1]))
-        return _stored_codes(packed[0], Direction.row), _stored_codes(packed[1], Direction.column)
+        return StoredOperand.of_codes(packed[0], Direction.row), StoredOperand.of_codes(packed[1], Direction.column)
 
     def rounds_both(self, row: str, column: str, tensor: Tensor) -> bool:
         """Say whether `store_both` is the fast way: GEMMs read both operands packed."""
@@ -209,8 +215,3 @@ class OperandRounder:
         if self.is_training or name.endswith(".w"):
             self.history.record(name, amax)
         return self.history.scale_by(name, amax)
-
-
-def _stored_codes(packed: QuantizedTensor, direction: Direction) -> StoredOperand:
-    tensors = (packed.codes, packed.block_scale, packed.amax)
-    return StoredOperand(tensors, packed.spec, direction, packed.shape, packed.dtype)

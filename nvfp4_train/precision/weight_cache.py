@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.numerics.spec import OperandSpec
+from nvfp4_train.precision.arriving_weight import ArrivingWeight
 from nvfp4_train.precision.operands import OperandRounder, StoredOperand
 
 
@@ -16,8 +17,12 @@ class WeightCache:
     They depend on the parameter object, on its values, on the spec and on the random bytes. Whether the values
     changed is told by the caller's counter and by PyTorch's own: the latter sees every in-place update of an
     unsharded parameter, but stays 0 under FSDP2, where the parameter of a forward is refilled and not updated.
+
+    Attributes:
+        arriving: Where the weight arrives quantized, in place of a parameter with values; nothing is kept then.
     """
 
+    arriving: ArrivingWeight | None = None
     _entries: dict[str, tuple[Tensor, tuple[object, ...], StoredOperand]] = field(default_factory=dict)
 
     def operand(self, name: str, weight: Tensor, *, rounder: OperandRounder, version: int) -> StoredOperand:
@@ -31,7 +36,12 @@ class WeightCache:
         if name == "dgrad.w" and is_shared(specs):
             return self.operand("fprop.w", weight, rounder=rounder, version=version).transposed()
         if not specs[name].is_quantized:
-            return rounder.store(name, weight)
+            return rounder.store(name, weight if self.arriving is None else self.arriving.whole())
+        if self.arriving is not None:
+            operand = self.arriving.operand()
+            if specs[name].has_amax:
+                rounder.record(name, operand.tensors[-1])
+            return operand
         state = (version, weight._version, specs[name], rounder.stream(name))
         entry = self._entries.get(name)
         if entry is None or entry[0] is not weight or entry[1] != state:

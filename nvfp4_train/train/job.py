@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nvfp4_train.config.load import LoadedConfig, load_yaml
+from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.data.build import TrainingData, build_data
 from nvfp4_train.engine.build import PreparedModel, build_engine
+from nvfp4_train.model.mamba_kernels import choose_kernels
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.runtime import Runtime
 from nvfp4_train.precision.coverage import format_coverage, save_coverage
@@ -24,6 +26,7 @@ from nvfp4_train.train.resume import Start, resume_data
 from nvfp4_train.train.run_folder import RunFolder
 from nvfp4_train.train.sinks import Sink, build_sinks
 from nvfp4_train.train.trainer import Trainer
+from nvfp4_train.train.utilization import Utilization, build_utilization
 from nvfp4_train.train.versions import collect_versions
 
 
@@ -87,6 +90,8 @@ class Job:
         cfg = self.loaded.cfg
         if self.runtime.is_main:
             show_log()
+        if LayerKind.mamba in cfg.model.layer_kinds:
+            choose_kernels(cfg.model.mamba.kernels, self.mesh.device.type)
         with ExitStack() as stack:
             data = build_data(
                 cfg.data,
@@ -134,7 +139,7 @@ class Job:
         cfg = self.loaded.cfg
         callbacks: list[Callback] = [
             StopOnNonFinite(),
-            MetricsLogging(sinks, interval_steps=cfg.logging.interval_steps),
+            MetricsLogging(sinks, interval_steps=cfg.logging.interval_steps, utilization=self._utilization()),
         ]
         if cfg.logging.profile.num_steps:
             folder = self.folder.path / "profile"
@@ -170,6 +175,15 @@ class Job:
             validation=data.validation,
             num_sequences=cfg.evaluation.num_sequences,
             micro_batch_size=cfg.batch.micro_batch_size,
+        )
+
+    def _utilization(self) -> Utilization:
+        return build_utilization(
+            self.prepared.model,
+            self.prepared.plan,
+            sequence_length=self.loaded.cfg.batch.sequence_length,
+            device=self.mesh.device,
+            num_devices=self.runtime.world_size,
         )
 
     def _num_parameters(self) -> int:

@@ -27,6 +27,13 @@ def read_step(result: StepResult) -> StepValues:
     return StepValues(loss=loss, grad_norm=grad_norm)
 
 
+def read_scalars(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Wait for scalars and read them all in one transfer; FP64 and integers as FP32."""
+    if not scalars:
+        return {}
+    return dict(zip(scalars, torch.stack([value.float() for value in scalars.values()]).tolist(), strict=True))
+
+
 def count_labels(batches: list[Batch], *, mesh: Mesh) -> Tensor:
     """Count the labels of a step over all ranks, without waiting.
 
@@ -39,7 +46,7 @@ def count_labels(batches: list[Batch], *, mesh: Mesh) -> Tensor:
 
 def is_true_on_any_rank(*, flag: bool, mesh: Mesh) -> bool:
     """Return on every rank whether ``flag`` is true on one of them."""
-    return bool(mesh.sum_over_data(torch.tensor(float(flag), device=mesh.device)).item())
+    return bool(mesh.sum_over_ranks(torch.tensor(float(flag), device=mesh.device)).item())
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -32,6 +32,13 @@ def test_throughput_is_tokens_over_the_time_that_the_rows_took(tmp_path: Path):
     assert load_run(write_run(tmp_path / "run")).tokens_per_second == pytest.approx(2400 / 18)
 
 
+def test_a_mean_over_time_counts_slow_rows_longer(tmp_path: Path):
+    run = load_run(write_run(tmp_path / "run"))
+    assert run.mean_over_time("train/loss") == pytest.approx((8 * 5.5 + 8 * 5.0 + 2 * 4.5) / 18)
+    assert run.mean_over_time("val/loss") == 4.0  # the row before the first step took no time
+    assert run.mean_over_time("no/such") is None
+
+
 def test_a_run_without_steps_has_no_throughput(tmp_path: Path):
     run = Run(path=tmp_path, rows=ROWS[:1], num_parameters=1, coverage={})
     assert run.tokens_per_second is None

@@ -4,7 +4,7 @@ import pytest
 
 from nvfp4_train.config.model import Position
 from nvfp4_train.config.pattern import LayerKind
-from tests.support.configs import composed, problems_of
+from tests.support.configs import composed, load_problems, problems_of
 
 MODEL = composed().model
 
@@ -32,6 +32,11 @@ def test_properties():
         ),
         (MODEL.mamba, {"dt_min": -1.0}, ["dt_min"]),
         (MODEL.mamba, {"dt_min": 1.0, "dt_max": 0.5}, ["dt_min"]),
+        (MODEL.mamba, {"dt_min": 0.0, "dt_max": 0.0}, ["dt_max"]),
+        (MODEL.mamba, {"dt_max": float("nan")}, ["dt_min"]),
+        (MODEL.mamba, {"dt_init_max": float("inf")}, ["dt_init_min"]),
+        (MODEL, {"d_model": 10**30}, ["d_model"]),
+        (MODEL.attention, {"window_tokens": -1}, ["window_tokens"]),
         (MODEL.mamba, {"dt_init_floor": 0.0}, ["dt_init_min"]),
         (MODEL.mamba, {"dt_init_max": 1e-5}, ["dt_init_min"]),
         (MODEL.attention, {"num_kv_heads": 0}, ["num_kv_heads"]),
@@ -43,6 +48,33 @@ def test_properties():
 )
 def test_a_violated_rule_names_its_key(part, changes, keys):
     assert [problem.key for problem in problems_of(lambda: replace(part, **changes))] == keys
+
+
+def test_mistakes_in_all_parts_of_a_model_are_reported_together():
+    found = load_problems(
+        "experiment=tiny",
+        "model.pattern=M-X/E/*",
+        "model.d_model=0",
+        "model.mamba.num_groups=3",
+        "model.mamba.kernels=cuda",
+        "model.attention.num_kv_heads=3",
+        "model.attention.window_tokens=-4",
+        "model.mlp.activation=relu",
+        "model.moe.top_k=99",
+        "model.mtp.loss_weight=-1",
+    )
+    assert found.keys() == {
+        "model.pattern",
+        "model.d_model",
+        "model.mamba.num_heads",
+        "model.mamba.kernels",
+        "model.attention.num_heads",
+        "model.attention.window_tokens",
+        "model.mlp.activation",
+        "model.moe.top_k",
+        "model.mtp.loss_weight",
+    }
+    assert "'X' at position 2" in found["model.pattern"].rule
 
 
 def test_an_odd_head_is_fine_without_rope():

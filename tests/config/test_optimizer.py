@@ -22,3 +22,12 @@ VALID = composed().optimizer
 )
 def test_a_violated_rule_names_its_key(changes, key):
     assert [problem.key for problem in problems_of(lambda: replace(VALID, **changes))] == [key]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"momentum": 1.0}, "momentum"), ({"newton_schulz_steps": 0}, "newton_schulz_steps"), ({"beta1": 2.0}, "beta1")],
+)
+def test_muon_has_rules_of_its_own_beside_those_of_adamw(changes, key):
+    muon = composed("optimizer=muon").optimizer
+    assert [problem.key for problem in problems_of(lambda: replace(muon, **changes))] == [key]

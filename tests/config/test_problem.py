@@ -61,6 +61,12 @@ def test_an_infinite_value_is_said_to_be_one():
         assert [found.rule for found in violations(cfg, *rules)] == ["must be finite"]
 
 
+def test_an_integer_that_no_tensor_can_count_is_refused():
+    cfg = unset(Outer, width=10**30)
+    (found,) = violations(cfg, *positive(cfg, "width"))
+    assert found.rule == "must be at most 9223372036854775807"
+
+
 def test_require_raises_all_or_nothing():
     require([])
     with pytest.raises(ConfigError) as error:

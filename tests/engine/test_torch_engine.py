@@ -18,6 +18,7 @@ from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.config.run import Device
 from nvfp4_train.engine.base import Engine, Forward
+from nvfp4_train.model.router import max_violations
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.precision.operands import OperandRounder
 from tests.support.engines import add_gradients, build_tiny_engine, step_batches, train, whole_parameters
@@ -112,6 +113,8 @@ def train_everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
         )
         found[key] = train(engine, range(3))
         found[f"{key}_corrections"] = corrections(engine)
+        found[f"{key}_extra_losses"] = {name: loss.item() for name, loss in engine.extra_losses.items()}
+        found[f"{key}_imbalance"] = {name: value.item() for name, value in max_violations(engine.model).items()}
     nvfp4 = build_tiny_engine(runtime, nvfp4_recipe())
     with recorded_rounding() as found["rounding"]:
         found["nvfp4"] = train(nvfp4, range(1))
@@ -209,10 +212,24 @@ def test_experts_are_balanced_over_all_ranks(one, two):
     assert all(found["experts_corrections"] == wanted for found in two)
 
 
+@pytest.mark.distributed
+def test_extra_losses_and_imbalance_are_those_of_all_ranks(one, two):
+    wanted = one["experts_extra_losses"]
+    assert wanted.keys() == {"mtp_1", "mtp_2", "router"}
+    assert 0 < wanted["router"] < 1
+    assert all(1 < wanted[name] < 1.2 * math.log(VOCAB_SIZE) for name in ("mtp_1", "mtp_2"))
+    assert one["experts_imbalance"].keys() == {"blocks.3.mixer.router", "mtp.0.blocks.1.mixer.router"}
+    for found in two:
+        assert found["experts_extra_losses"] == pytest.approx(wanted, rel=1e-5)
+        assert found["experts_imbalance"] == one["experts_imbalance"]
+
+
 def test_checkpointing_changes_no_bit_of_training(one):
     for key in ("checkpointed", "products_kept"):
         assert one[key] == one["experts"]
         assert one[f"{key}_corrections"] == one["experts_corrections"]
+        assert one[f"{key}_extra_losses"] == one["experts_extra_losses"]
+        assert one[f"{key}_imbalance"] == one["experts_imbalance"]
 
 
 @pytest.mark.distributed

@@ -1,5 +1,6 @@
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,19 @@ NEMOTRON_H = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 2.5,
 }
+ODD = {
+    "hidden_size": 45,
+    "intermediate_size": 71,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 7,
+    "ssm_state_size": 11,
+    "mamba_head_dim": 5,
+    "chunk_size": 9,
+    "n_routed_experts": 7,
+    "moe_intermediate_size": 19,
+    "moe_shared_expert_intermediate_size": 13,
+}
 NEMOTRON_H_CASES = {
     "groups 1, sequence shorter than a chunk": ("M-M*-", {"n_groups": 1, "chunk_size": 64}, 37),
     "groups 2": ("M-M*M-", {}, 53),
@@ -37,6 +51,18 @@ NEMOTRON_H_CASES = {
     "latent experts": ("ME*E", {"moe_latent_size": 32}, 50),
     "weights that do not add up to 1": ("MEE", {"norm_topk_prob": False}, 24),
     "biases": ("M-*-", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}, 30),
+    "odd widths": ("M*-E", ODD, 31),
+    "odd widths, 8 groups, latent experts": (
+        "M-*E",
+        ODD | {"n_groups": 8, "conv_kernel": 3, "moe_latent_size": 14},
+        23,
+    ),
+    "short convolution": ("MM-", {"conv_kernel": 2, "use_conv_bias": False}, 19),
+    "one long chunk, with strong decays": ("M*-E", {"chunk_size": 256, "mamba_num_heads": 16}, 200),
+    "a time step limit that transformers ignores": ("M*", {"time_step_limit": (0.1, 0.2), "time_step_min": 0.05}, 20),
+    "one token": ("M*-E", {}, 1),
+    "all experts": ("ME", {"num_experts_per_tok": 8, "routed_scaling_factor": 0.5}, 20),
+    "a shared expert of width 0, which is that of an MLP": ("ME*", {"moe_shared_expert_intermediate_size": 0}, 20),
     "a flag for tying that transformers ignores, GELU": (
         "M-*",
         {"tie_word_embeddings": True, "mlp_hidden_act": "gelu"},
@@ -59,6 +85,11 @@ MAMBA2_CASES = {
     "groups 8, dt limits": ({"n_groups": 8, "time_step_limit": (0.02, 0.5)}, 48),
     "biases": ({"use_bias": True, "use_conv_bias": False, "residual_in_fp32": False}, 29),
     "tied embeddings": ({"tie_word_embeddings": True}, 20),
+    "odd widths, one chunk": (
+        {"hidden_size": 39, "num_heads": 6, "head_dim": 13, "state_size": 7, "n_groups": 3, "chunk_size": 256},
+        60,
+    ),
+    "short convolution": ({"conv_kernel": 2, "chunk_size": 5}, 21),
 }
 
 
@@ -112,12 +143,13 @@ def draw_weights(model, *, seed: int) -> None:
                 tensor.copy_(noise / tensor.shape[-1] ** 0.5)
 
 
-def check_against(model, folder: Path, *, size: int) -> None:
+def check_against(model, folder: Path, *, size: int, dtype=torch.float32, **saving: Any) -> None:
     draw_weights(model, seed=size)
-    model.eval()
+    model.eval().to(dtype)
     model.config._experts_implementation = "eager"  # its grouped GEMM has no FP64
     tokens = torch.randint(0, 96, (2, size), generator=torch.Generator().manual_seed(size))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **saving)
+    model.float()
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits.float()
         exact = model.double()(input_ids=tokens, use_cache=False).logits.double()
@@ -135,6 +167,14 @@ def test_fresh_nemotron_h(transformers, tmp_path, case):
     pattern, changes, size = NEMOTRON_H_CASES[case]
     cfg = transformers.NemotronHConfig(**NEMOTRON_H | changes, hybrid_override_pattern=pattern)
     check_against(transformers.NemotronHForCausalLM(cfg), tmp_path, size=size)
+
+
+@pytest.mark.peer
+def test_weights_saved_in_bf16_and_in_shards(transformers, tmp_path):
+    cfg = transformers.NemotronHConfig(**NEMOTRON_H, hybrid_override_pattern="ME*-M-")
+    model = transformers.NemotronHForCausalLM(cfg)
+    check_against(model, tmp_path, size=35, dtype=torch.bfloat16, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
 
 
 @pytest.mark.peer

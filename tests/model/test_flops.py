@@ -8,6 +8,7 @@ from nvfp4_train.config.moe import Activation
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.model.flops import Product, count_flops
 from nvfp4_train.model.hybrid import build_model
+from nvfp4_train.model.peaks import Precision
 from tests.support.models import TINY_ATTENTION, TINY_MAMBA, TINY_MLP, document_ids, initialized, tiny_model
 
 SIZE = 40
@@ -91,10 +92,17 @@ def test_recomputing_blocks_costs_their_forward():
     assert report.hardware(ActivationCheckpoint.selective) == once
 
 
-def test_low_precision_counts_gemms():
-    report = count_flops(build_model(tiny_model(pattern="-")), document_lengths=[SIZE])
-    gemms = {"blocks.0.mixer.up_proj": ["fprop", "wgrad"], "lm_head": []}
-    assert report.low_precision(gemms) == 2 * 2 * 32 * 64 * SIZE
+def test_flops_by_precision_add_up():
+    report = count_flops(build_model(tiny_model(pattern="-*E")), document_lengths=[SIZE])
+    gemms = {
+        "blocks.0.mixer.up_proj": {"fprop": Precision.fp4, "dgrad": Precision.fp8, "wgrad": Precision.fp4},
+        "lm_head": dict.fromkeys(("fprop", "dgrad", "wgrad"), Precision.bf16),
+    }
+    found = report.by_precision(gemms, otherwise=Precision.bf16)
+    assert found[Precision.fp4] == 2 * 2 * 32 * 64 * SIZE
+    assert found[Precision.fp8] == 2 * 32 * 64 * SIZE
+    assert found[Precision.fp32] == report.by_product()[Product.router]
+    assert sum(found.values()) == report.model
 
 
 def test_the_paper_12b_costs_six_flops_per_parameter_and_token():

@@ -20,15 +20,18 @@ def test_bias():
     assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight.bfloat16(), linear.bias.bfloat16()))
 
 
+@pytest.mark.parametrize("widths", [(16, 8), (14, 9), (16, 3), (5, 8), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_each_token_goes_through_its_own_matrix(dtype):
-    grouped = GroupedLinear(4, 16, 8, uses_per_token=2)
+def test_each_token_goes_through_its_own_matrix(dtype, widths):
+    """Of any width, though grouped GEMMs want rows that start at multiples of 16 bytes."""
+    in_features, out_features = widths
+    grouped = GroupedLinear(4, in_features, out_features, uses_per_token=2)
     torch.nn.init.normal_(grouped.weight)
     counts = (3, 0, 6, 1)
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     if dtype is torch.float64:
         grouped = grouped.double()
-    x, dy = torch.randn(10, 16).to(dtype).requires_grad_(), torch.randn(8, 10).to(dtype).T
+    x, dy = torch.randn(10, in_features).to(dtype).requires_grad_(), torch.randn(out_features, 10).to(dtype).T
     y = grouped(x, ends)
     assert y.dtype == dtype
     y.backward(dy)  # not contiguous

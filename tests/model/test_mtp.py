@@ -78,9 +78,10 @@ def test_value_is_the_next_token_loss_and_gradients_are_of_all(share_depths):
     loss = model(tokens, document_ids=ids, labels=labels)
     main, first, second = by_hand(model, tokens, ids)
     torch.testing.assert_close(loss, main)
-    num_labels = (labels != IGNORE_INDEX).sum()
-    torch.testing.assert_close(model.extra_losses["mtp_1"], (first / num_labels).detach())
-    torch.testing.assert_close(model.extra_losses["mtp_2"], (second / num_labels).detach())
+    for depth, wanted in ((1, first), (2, second)):
+        value, count = model.extra_losses[f"mtp_{depth}"]
+        torch.testing.assert_close(value, wanted.detach())
+        assert count == (8 - depth) + (10 - depth)  # the documents have 8 and 10 labels of the next token
     parameters = list(model.parameters())
     found = torch.autograd.grad(loss, parameters)
     wanted = torch.autograd.grad(main + 0.3 * (first + second) / 2, parameters)
@@ -118,5 +119,7 @@ def test_penalties_of_the_depths_count():
     ids, tokens = document_ids(20), draw()
     model(tokens, document_ids=ids, labels=tokens).backward()
     assert set(model.extra_losses) == {"mtp_1", "router"}
-    assert model.extra_losses["router"] > 0
+    penalty, num_labels = model.extra_losses["router"]
+    assert penalty > 0
+    assert num_labels == tokens.numel()
     assert model.mtp[0].blocks[0].mixer.router.weight.grad.any()

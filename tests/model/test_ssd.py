@@ -133,6 +133,17 @@ def test_another_document_changes_no_bit(dtype, lengths):
     assert not torch.equal(before[:, middle], after[:, middle])
 
 
+@pytest.mark.parametrize("chunk_size", [16, 256])
+def test_decays_of_neighbours_are_exact_late_in_a_long_chunk(chunk_size):
+    """Sums of log-decays that are large and differ by little: rounded to FP32 they would be wrong by 1e-5."""
+    exact = draw_inputs(rows=1, size=250)
+    ids = document_ids(250)
+    wanted = recurrence(exact, ids=ids)
+    found = scan(inputs_of(*(tensor.float() for tensor in tensors_of(exact))), ids=ids, chunk_size=chunk_size)
+    assert exact.log_decay.sum(dim=1).min() < -100
+    assert ((found.double() - wanted).abs().max() / wanted.abs().max()).item() < 1e-6
+
+
 def test_bf16_is_close_to_exact():
     inputs, ids = draw_inputs(size=64, d_state=16), document_ids(30, 34, rows=2)
     low = inputs_of(*(t.to(torch.bfloat16) for t in tensors_of(inputs)))

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from nvfp4_train.model.hybrid import build_model
-from nvfp4_train.optim.groups import split_by_decay
+from nvfp4_train.optim.groups import split_by_decay, split_by_shape
 from tests.support.tiny import tiny_model
 
 
@@ -46,3 +46,14 @@ def test_a_shared_parameter_is_in_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     assert list(split_by_decay(model).decayed) == ["0.weight"]
+
+
+def test_matrices_are_what_lies_between_two_spaces_of_features():
+    with torch.device("meta"):
+        model = build_model(tiny_model("M*-E"))
+    groups = split_by_shape(model)
+    mixers = ("0.mixer.in_proj", "0.mixer.out_proj", "1.mixer.qkv_proj", "1.mixer.o_proj", "2.mixer.up_proj")
+    experts = ("experts.up_proj", "experts.down_proj", "router", "shared_experts.up_proj", "shared_experts.down_proj")
+    expected = {f"blocks.{name}.weight" for name in (*mixers, "2.mixer.down_proj")}
+    assert groups.matrices.keys() == expected | {f"blocks.3.mixer.{name}.weight" for name in experts}
+    assert groups.others.keys() == dict(model.named_parameters()).keys() - groups.matrices.keys()

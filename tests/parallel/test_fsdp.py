@@ -8,18 +8,20 @@ from torch import Tensor, nn
 
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.engine.build import build_engine, prepare_model
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.init import init_parameters
 from nvfp4_train.parallel.apply import parallelize
-from nvfp4_train.parallel.fsdp import fsdp_modules, prepare_backward, reshard
+from nvfp4_train.parallel.fsdp import apply_fsdp, fsdp_modules, prepare_backward, reshard
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh, build_mesh
 from nvfp4_train.parallel.runtime import Runtime
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.linear import QuantizedLinear
+from tests.support.engines import train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
-from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, torch_engine
+from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
 
 
 @dataclass
@@ -183,3 +185,34 @@ def test_no_weight_stays_gathered_after_a_step_or_an_evaluation(on_two_ranks):
 
 def test_a_plain_module_has_no_groups():
     assert fsdp_modules(nn.Linear(2, 2)) == []
+
+
+def reshard_to_neighbours(runtime: Runtime) -> tuple[list[tuple[float, float]], list[tuple[float, float]], str]:
+    """Curves with weights that stay spread over two ranks until backward, and over all four."""
+    found = []
+    for ranks in (2, 0):
+        layout = parallel_layout()
+        engine = build_engine(
+            prepare_model(tiny_model(), cast_recipe(ComputeDtype.bf16), seed=0),
+            mesh=build_mesh(layout, runtime),
+            parallel_cfg=layout,
+            engine_cfg=torch_engine(reshard_ranks=ranks),
+            optimizer_cfg=tiny_optimizer(),
+        )
+        found.append(train(engine, range(2)))
+    with torch.device("meta"):
+        model = HybridLM(tiny_model())
+    with pytest.raises(ValueError, match=r"engine.reshard_ranks = 3 must divide the 4 ranks") as caught:
+        apply_fsdp(
+            model,
+            mesh=build_mesh(parallel_layout(), runtime),
+            compute_dtype=torch.float32,
+            reshard_after_forward=3,
+        )
+    return found[0], found[1], str(caught.value)
+
+
+@pytest.mark.distributed
+def test_weights_may_stay_spread_over_neighbours_until_backward():
+    for neighbours, everybody, _ in run_on_ranks(reshard_to_neighbours, 4):
+        assert neighbours == everybody

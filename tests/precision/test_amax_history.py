@@ -25,6 +25,7 @@ def delayed_model(num_linears: int = 1) -> nn.Module:
     table = LinearRecipe(
         fprop=FpropRow(x=spec, w=spec), dgrad=DgradRow(dy=gradient, w=spec), wgrad=WgradRow(x=spec, dy=gradient)
     )
+    torch.manual_seed(0)
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(num_linears))
     apply_precision(model, nvfp4_recipe(table), seed=0)

@@ -1,14 +1,22 @@
 """The coverage report."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from nvfp4_train.config.recipe import ComputeDtype, KeepBf16, LinearRecipe
 from nvfp4_train.numerics.spec import Format
 from nvfp4_train.precision.apply import apply_precision
-from nvfp4_train.precision.coverage import PrecisionPlan, format_coverage, low_precision_gemms, save_coverage
+from nvfp4_train.precision.coverage import (
+    PrecisionPlan,
+    format_coverage,
+    gemm_precisions,
+    low_precision_gemms,
+    save_coverage,
+)
 from tests.support.blocks import TinyBlocks
+from tests.support.configs import composed
 from tests.support.recipes import cast_recipe, cast_table, nvfp4_recipe, nvfp4_table
 
 
@@ -27,6 +35,16 @@ def test_gemms_count_as_low_precision_when_both_operands_have_four_bits():
     assert low_precision_gemms(nvfp4_table()) == ["fprop", "dgrad", "wgrad"]
     assert low_precision_gemms(cast_table(Format.bf16)) == []
     assert low_precision_gemms(only_fprop()) == ["fprop"]
+
+
+def test_the_wider_operand_decides_at_which_speed_a_gemm_runs():
+    assert gemm_precisions(only_fprop()) == {"fprop": "fp4", "dgrad": "bf16", "wgrad": "bf16"}
+    assert set(gemm_precisions(cast_table(Format.fp32)).values()) == {"fp32"}
+    four, eight = nvfp4_table(), composed("recipe=mxfp8").recipe.linear
+    mixed = LinearRecipe(fprop=replace(four.fprop, w=eight.fprop.w), dgrad=four.dgrad, wgrad=eight.wgrad)
+    assert gemm_precisions(mixed) == {"fprop": "fp8", "dgrad": "fp4", "wgrad": "fp8"}
+    wide = replace(four.fprop, x=cast_table(Format.fp32).fprop.x)
+    assert gemm_precisions(replace(mixed, fprop=wide))["fprop"] == "fp32"
 
 
 def test_the_share_counts_flops_and_not_modules():
@@ -54,6 +72,7 @@ def test_the_file_holds_every_linear_and_the_totals(tmp_path):
         "recipe": "nvfp4",
         "why": "recipe nvfp4",
         "low_precision_gemms": ["fprop", "dgrad", "wgrad"],
+        "gemm_precisions": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp4"},
         "num_experts": 1,
         "uses_per_token": 1,
     }

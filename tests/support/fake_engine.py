@@ -34,6 +34,9 @@ class FakeMesh:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         return tensor + self.others
 
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor + self.others
+
 
 class FakeEngine:
     """Losses count down from 10; ``calls`` lists what happened."""
@@ -42,6 +45,7 @@ class FakeEngine:
         self.model = model or nn.Identity()
         self.mesh = FakeMesh()
         self.step = 0
+        self.extra_losses: dict[str, Tensor] = {}
         self.calls: list[Any] = []
         self.loss = loss
         self.grad_norm = grad_norm

@@ -85,7 +85,8 @@ class RunDirs:
         """The metric rows of a run, without the speed, which is never the same twice."""
         lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+        timed = ("tokens_per_second", "perf/")
+        return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
     def checkpoints(self, name: str) -> list[str]:
         """Names of the folders in a run's checkpoint folder, hidden ones included."""

@@ -1,12 +1,20 @@
 """Configurations and batches small enough for a test, complete enough to touch every kind of block."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
-from nvfp4_train.config.engine import TorchEngineConfig
+from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
-from nvfp4_train.config.optimizer import AdamWConfig, WeightDecayShape
+from nvfp4_train.config.optimizer import (
+    AdamWConfig,
+    MuonConfig,
+    StateDtype,
+    StateOffload,
+    UpdateScale,
+    WeightDecayShape,
+)
 from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
@@ -51,7 +59,7 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
     )
 
 
-def tiny_optimizer(**changes: float) -> AdamWConfig:
+def tiny_optimizer(**changes: Any) -> AdamWConfig:
     cfg = AdamWConfig(
         weight_decay=0.1,
         weight_decay_start=0.1,
@@ -60,6 +68,20 @@ def tiny_optimizer(**changes: float) -> AdamWConfig:
         beta1=0.9,
         beta2=0.95,
         eps=1e-8,
+        state_dtype=StateDtype.fp32,
+        state_offload=StateOffload.none,
+    )
+    return replace(cfg, **changes)
+
+
+def tiny_muon(**changes: Any) -> MuonConfig:
+    """Muon beside the AdamW of `tiny_optimizer`, with products in FP32: what a test can compare."""
+    cfg = MuonConfig(
+        **asdict(tiny_optimizer()),
+        momentum=0.95,
+        newton_schulz_steps=5,
+        orthogonalize_dtype=StateDtype.fp32,
+        update_scale=UpdateScale.adamw_rms,
     )
     return replace(cfg, **changes)
 
@@ -87,8 +109,12 @@ def parallel_layout(
     )
 
 
-def torch_engine(*, reshard_after_forward: bool = True) -> TorchEngineConfig:
-    return TorchEngineConfig(reshard_after_forward=reshard_after_forward)
+def torch_engine(
+    *, reshard_after_forward: bool = True, reshard_ranks: int = 0, weight_gather: WeightGather = WeightGather.bf16
+) -> TorchEngineConfig:
+    return TorchEngineConfig(
+        reshard_after_forward=reshard_after_forward, reshard_ranks=reshard_ranks, weight_gather=weight_gather
+    )
 
 
 def tiny_batches(*, step: int, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:

@@ -12,6 +12,7 @@ from nvfp4_train.train.metrics import (
     first_non_finite,
     is_finite,
     is_true_on_any_rank,
+    read_scalars,
     read_step,
 )
 from nvfp4_train.train.state import TrainState
@@ -30,6 +31,12 @@ def test_numbers_are_read_exactly():
     values = read_step(step_result(loss=1 / 3, grad_norm=2 / 3))
     assert values.loss == torch.tensor(1 / 3).item()
     assert values.grad_norm == torch.tensor(2 / 3).item()
+
+
+def test_scalars_of_several_dtypes_are_read_together():
+    scalars = {"a": torch.tensor(1 / 3), "b": torch.tensor(7), "c": torch.tensor(0.5, dtype=torch.float64)}
+    assert read_scalars(scalars) == {"a": torch.tensor(1 / 3).item(), "b": 7.0, "c": 0.5}
+    assert read_scalars({}) == {}
 
 
 def test_labels_are_counted_over_microbatches_and_ranks():

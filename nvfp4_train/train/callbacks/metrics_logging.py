@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from nvfp4_train.model.router import max_violations
 from nvfp4_train.precision.memory import saved_bytes
 from nvfp4_train.train.callback import Callback
 from nvfp4_train.train.evaluate import ValidationLosses
-from nvfp4_train.train.metrics import Throughput, read_step
+from nvfp4_train.train.metrics import Throughput, read_scalars, read_step
 from nvfp4_train.train.sinks import Sink
 from nvfp4_train.train.state import StepResult, TrainState
+from nvfp4_train.train.utilization import Utilization
 
 if TYPE_CHECKING:
     from nvfp4_train.train.trainer import Trainer
@@ -22,11 +26,13 @@ class MetricsLogging(Callback):
     Args:
         sinks: Where rows go; none on ranks other than 0.
         interval_steps: Steps between rows.
+        utilization: What a throughput means for the devices.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, interval_steps: int) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, interval_steps: int, utilization: Utilization) -> None:
         self._sinks = sinks
         self._interval_steps = interval_steps
+        self._utilization = utilization
         self._losses: ValidationLosses | None = None
 
     def evaluation_ended(self, trainer: "Trainer", losses: ValidationLosses) -> None:
@@ -45,11 +51,16 @@ class MetricsLogging(Callback):
         if state.step % self._interval_steps and self._losses is None and not trainer.pace.is_over(state):
             return
         values = read_step(result)
+        extra = {f"train/{name}_loss": loss for name, loss in trainer.engine.extra_losses.items()}
+        tokens_per_second = self._throughput.lap(state)
         row = {
             "train/loss": values.loss,
+            **read_scalars(extra),
             "train/grad_norm": values.grad_norm,
             "lr": result.lr,
-            "tokens_per_second": self._throughput.lap(state),
+            "tokens_per_second": tokens_per_second,
+            **self._utilization.metrics(tokens_per_second),
+            **_read_imbalance(trainer.engine.model),
             **trainer.data.metrics(state.sequences),
             "precision/memory": saved_bytes(trainer.engine.model),
         }
@@ -62,3 +73,12 @@ class MetricsLogging(Callback):
             self._losses = None
         for sink in self._sinks:
             sink.write(full)
+
+
+def _read_imbalance(model: nn.Module) -> dict[str, float]:
+    """Return how far the busiest expert of each layer was above the mean load, and the largest over the layers."""
+    found = read_scalars(max_violations(model))
+    if not found:
+        return {}
+    by_layer = {f"moe/{name.removesuffix('.mixer.router')}/max_violation": value for name, value in found.items()}
+    return {"moe/max_violation": max(found.values()), **by_layer}
