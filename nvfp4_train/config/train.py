@@ -9,6 +9,7 @@ from nvfp4_train.config.batch import BatchConfig
 from nvfp4_train.config.blend import coverage_problems
 from nvfp4_train.config.checkpoint import CheckpointConfig
 from nvfp4_train.config.data import DataConfig, TextDataConfig
+from nvfp4_train.config.degrees import degree_rules
 from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.evaluation import EvaluationConfig
 from nvfp4_train.config.indexed_data import IndexedDataConfig
@@ -95,6 +96,7 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
     rules += [*_data_rank_rules(cfg), *_width_rules(cfg), _tokens_rule(cfg), *_deepspeed_rules(cfg)]
+    rules += degree_rules(cfg)
     return [
         *violations(cfg, *rules),
         *findings(cfg, _phase_problems, _token_id_problems, _share_problems, _deepspeed_problems),

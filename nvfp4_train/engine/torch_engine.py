@@ -18,6 +18,7 @@ from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import apply_update
 from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
+from nvfp4_train.parallel.context import cut_rows, stream_rows
 from nvfp4_train.parallel.fsdp import prepare_backward, reshard
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.precision.amax_history import end_step
@@ -119,9 +120,12 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the cross-entropy over this rank's microbatch."""
-        self._position.start_microbatch(step=self.step, row_offset=batch.microbatch_index * batch.tokens.numel())
-        local = batch.to(self.mesh.device)
+        """Return the sum of the cross-entropy over this rank's tokens of a microbatch."""
+        self._position.start_microbatch(step=self.step, **stream_rows(batch, mesh=self.mesh))
+        here = batch.to(self.mesh.device)
         return self.model(
-            local.tokens, document_ids=local.document_ids, position_ids=local.position_ids, labels=local.labels
+            cut_rows(here.tokens, mesh=self.mesh),
+            document_ids=here.document_ids,
+            position_ids=here.position_ids,
+            labels=cut_rows(here.labels, mesh=self.mesh),
         )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from nvfp4_train.model.documents import Documents, Span
+from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.kernels.attention import attend_fused
 from nvfp4_train.model.kernels.program import is_fused
 
@@ -24,25 +24,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, documents: Documents, w
     """Let each query attend to the keys of its document, up to its own place.
 
     Args:
-        query: [B, H, S, P].
-        key: [B, G, S, P]; head j of G serves query heads ``j*r`` to ``j*r + r-1``.
-        value: [B, G, S, P].
+        query: [B, H, S, P] of the tokens held here.
+        key: [B, G, S, P] of whole rows; head j of G serves query heads ``j*r`` to ``j*r + r-1``.
+        value: [B, G, S, P], like ``key``.
         documents: Of the batch.
         window_tokens: Tokens that a query sees, itself included; 0: no limit.
 
     Returns:
         [B, H, S, P].
     """
-    size = query.shape[2]
-    if is_fused(query):
+    if documents.part is None and is_fused(query):
         return attend_fused(query, key, value, documents.first_seen(window_tokens=window_tokens))
-    if documents.one_per_row and not 0 < window_tokens < size:
+    if documents.part is None and documents.one_per_row and not 0 < window_tokens < query.shape[2]:
         return _causal(query, key, value)
     if query.is_cuda:
         blocks = documents.block_mask(window_tokens=window_tokens)
         return _compiled_flex_attention()(query, key, value, block_mask=blocks, enable_gqa=_is_grouped(query, key))
     if documents.spans is not None:
-        return _attend_by_document(query, key, value, documents.spans, window_tokens)
+        return _attend_by_document(query, key, value, documents, window_tokens)
     mask = documents.causal_mask(window_tokens=window_tokens)[:, None]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=_is_grouped(query, key))
 
@@ -54,32 +53,45 @@ def _compiled_flex_attention() -> Any:
 
 
 @torch.compiler.disable
-def _attend_by_document(
-    query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...], window_tokens: int
-) -> Tensor:
+def _attend_by_document(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window_tokens: int) -> Tensor:
     """Write each document's result to its place; a compiled graph would be made anew for every layout."""
     rows: list[list[Tensor]] = [[] for _ in range(len(query))]
-    for span in spans:
-        parts = (tensor[span.row, None, :, span.start : span.end] for tensor in (query, key, value))
-        rows[span.row].append(_attend_one(*parts, window_tokens=window_tokens))
+    assert documents.spans is not None
+    for span in documents.spans:
+        own = query[span.row, None, :, span.start : span.end]
+        first, end = (documents.first + place for place in (span.start - span.num_preceding, span.end))
+        seen = (tensor[span.row, None, :, first:end] for tensor in (key, value))
+        rows[span.row].append(_attend_one(own, *seen, window_tokens=window_tokens))
     return torch.cat([torch.cat(parts, dim=2) for parts in rows])
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, window_tokens: int) -> Tensor:
-    """Attend within one document, [1, H, L, P]; with a window at a cost that is linear in L."""
-    size = query.shape[2]
-    if not 0 < window_tokens < size:
-        return _causal(query, key, value)
-    outputs = []
+    """Attend within one document; with a window at a cost that is linear in its length.
+
+    Args:
+        query: [1, H, L, P] of the last L of the document's tokens.
+        key: [1, G, M, P] of all its M tokens.
+        value: Like ``key``.
+        window_tokens: As for ``attend``.
+    """
+    size, num_keys = query.shape[2], key.shape[2]
+    num_preceding = num_keys - size
     step = max(window_tokens, MIN_CHUNK_TOKENS)
+    if not 0 < window_tokens < num_keys:
+        if not num_preceding:
+            return _causal(query, key, value)
+        window_tokens, step = num_keys, size
+    outputs = []
     for start in range(0, size, step):
-        end, first = min(start + step, size), max(0, start - window_tokens + 1)
-        age = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
+        end = min(start + step, size)
+        first, last = max(0, num_preceding + start - window_tokens + 1), num_preceding + end
+        place = torch.arange(num_preceding + start, last, device=query.device)
+        age = place[:, None] - torch.arange(first, last, device=query.device)
         outputs.append(
             F.scaled_dot_product_attention(
                 query[:, :, start:end],
-                key[:, :, first:end],
-                value[:, :, first:end],
+                key[:, :, first:last],
+                value[:, :, first:last],
                 attn_mask=(age >= 0) & (age < window_tokens),
                 enable_gqa=_is_grouped(query, key),
             )

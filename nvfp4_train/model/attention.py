@@ -36,5 +36,6 @@ class Attention(nn.Module):
             query = rotate(query, documents.positions, theta=self.cfg.rope_theta)
             key = rotate(key, documents.positions, theta=self.cfg.rope_theta)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [B, H, S, P]
+        key, value = documents.whole_rows(key, value)
         attended = attend(query, key, value, documents=documents, window_tokens=self.cfg.window_tokens)
         return self.o_proj(attended.transpose(1, 2).flatten(2))

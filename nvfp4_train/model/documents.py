@@ -1,19 +1,25 @@
 """Where the documents of a batch lie: what every mixer needs to keep them apart."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from nvfp4_train.model.row_part import RowExchange, RowPart
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One document, or the part of one that a row holds: tokens ``start`` to ``end - 1`` of row ``row``."""
+    """One document, or the part of one that a row holds: tokens ``start`` to ``end - 1`` of row ``row``.
+
+    ``num_preceding`` tokens of the document come before ``start`` in the whole row and are held elsewhere.
+    """
 
     row: int
     start: int
     end: int
+    num_preceding: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +32,28 @@ class Documents:
         one_per_row: Whether every row is known to hold a single document, so that masks may be left out. False is
             always correct.
         spans: Every document, row by row, where the host knows them without waiting for a device; else None.
+        part: Which part of the rows this is, where others hold the rest; None: the rows are whole. All else describes
+            the tokens of the part, but for ``one_per_row``.
     """
 
     ids: Tensor
     positions: Tensor
     one_per_row: bool
     spans: tuple[Span, ...] | None = None
+    part: RowPart | None = None
     _block_masks: dict[int, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_mask(self, *, window_tokens: int = 0) -> Tensor:
-        """Return [B, S, S] bool: may the query (dim 1) see the key (dim 2)?
+        """Return [B, S, S] bool: may the query (dim 1) see the key (dim 2)? Keys are those of whole rows.
 
         Args:
             window_tokens: Tokens that a query sees, itself included; 0: no limit.
         """
-        size = self.ids.shape[1]
-        causal = torch.ones(size, size, dtype=torch.bool, device=self.ids.device).tril()
+        first, size, num_keys = self.first, self.ids.shape[1], self.whole_ids.shape[1]
+        causal = torch.ones(size, num_keys, dtype=torch.bool, device=self.ids.device).tril(first)
         if window_tokens:
-            causal = causal.triu(1 - window_tokens)
-        return (self.ids[:, :, None] == self.ids[:, None, :]) & causal
+            causal = causal.triu(first + 1 - window_tokens)
+        return (self.ids[:, :, None] == self.whole_ids[:, None, :]) & causal
 
     def first_seen(self, *, window_tokens: int = 0) -> Tensor:
         """Return [B, S] int64: the first token that each query sees; the last is itself.
@@ -59,16 +68,53 @@ class Documents:
     def block_mask(self, *, window_tokens: int = 0) -> BlockMask:
         """Return ``causal_mask`` in the form that skips whole blocks; made once per batch and window."""
         if window_tokens not in self._block_masks:
-            ids, limit = self.ids, window_tokens or self.ids.shape[1]
+            first, ids, limit = self.first, self.whole_ids, window_tokens or self.whole_ids.shape[1]
 
             def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-                return (key <= query) & (query - key < limit) & (ids[row, query] == ids[row, key])
+                place = first + query
+                return (key <= place) & (place - key < limit) & (ids[row, place] == ids[row, key])
 
-            rows, size = ids.shape
+            rows, num_keys = ids.shape
             self._block_masks[window_tokens] = create_block_mask(
-                may_see, B=rows, H=None, Q_LEN=size, KV_LEN=size, device=str(ids.device)
+                may_see, B=rows, H=None, Q_LEN=self.ids.shape[1], KV_LEN=num_keys, device=str(ids.device)
             )
         return self._block_masks[window_tokens]
+
+    @property
+    def first(self) -> int:
+        """Place, in its row, of the first token held here."""
+        return 0 if self.part is None else self.part.first
+
+    @property
+    def whole_ids(self) -> Tensor:
+        """Ids of whole rows."""
+        return self.ids if self.part is None else self.part.whole_ids
+
+    def whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, G, S, P] of whole rows, from those of the tokens held here."""
+        if self.part is None:
+            return key, value
+        whole_key, whole_value = self.part.exchange.gather(torch.stack((key, value)), 3).unbind()
+        return whole_key, whole_value
+
+    def halo(self, x: Tensor, *, count: int) -> Tensor | None:
+        """Return what precedes ``x``, as ``RowPart.halo``, or None where every row is whole."""
+        return None if self.part is None else self.part.halo(x, count=count)
+
+    def with_following(self, values: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
+        """Return [B, S + count, ...] values and [B, S + count] ids, those after the tokens held here included.
+
+        Where rows end here, which is always so for whole rows, both are shorter.
+        """
+        if self.part is None:
+            return values, self.ids
+        ids = self.whole_ids[:, self.first : self.first + self.ids.shape[1] + count]
+        following = self.part.exchange.following(values, count)
+        return torch.cat((values, following), dim=1)[:, : ids.shape[1]], ids
+
+    def mean_over_parts(self, number: Tensor) -> Tensor:
+        """Return the mean of a number over those that hold parts of the same rows; no gradient."""
+        return number if self.part is None else self.part.exchange.sum(number) / self.part.exchange.num_parts
 
 
 def locate_documents(document_ids: Tensor, position_ids: Tensor | None = None) -> Documents:
@@ -99,6 +145,31 @@ def _find_starts(document_ids: Tensor) -> Tensor:
     is_start = torch.ones_like(document_ids, dtype=torch.bool)
     is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return is_start
+
+
+def take_part(whole: Documents, *, first: int, size: int, exchange: RowExchange) -> Documents:
+    """Return the documents of tokens ``first`` to ``first + size - 1`` of every row."""
+    spans = None
+    if whole.spans is not None:
+        end = first + size
+        spans = tuple(
+            Span(
+                row=span.row,
+                start=max(span.start, first) - first,
+                end=min(span.end, end) - first,
+                num_preceding=max(0, first - span.start),
+            )
+            for span in whole.spans
+            if span.start < end and span.end > first
+        )
+    here = slice(first, first + size)
+    return replace(
+        whole,
+        ids=whole.ids[:, here],
+        positions=whole.positions[:, here],
+        spans=spans,
+        part=RowPart(first=first, size=size, whole_ids=whole.ids, exchange=exchange),
+    )
 
 
 def _find_spans(is_start: Tensor) -> tuple[Span, ...]:

@@ -27,7 +27,9 @@ class HybridLM(nn.Module):
 
     Attributes:
         extra_losses: Of the newest forward that recorded gradients, detached: the sum over labels, and their number,
-            of ``mtp_<depth>`` (cross-entropy) and ``router`` (weighted sum of the routers' penalties); [2] each.
+            of ``mtp_<depth>`` (cross-entropy) and ``router`` (weighted sum of the routers' penalties); [2] each. Where
+            the tokens are parts of rows, those of all parts together are the sums over whole rows.
+        locate_documents: Prepares the document layout of a batch; replaced where the tokens are parts of rows.
         cross_entropy: From logits [T, V] and labels [T] to the sum of the loss. This and what follows are replaced
             where ranks hold parts of the vocabulary.
         tied_logits: From activations and the embedding's weight to logits.
@@ -47,6 +49,7 @@ class HybridLM(nn.Module):
         own_depths = min(pattern.num_mtp_depths, 1) if cfg.mtp.share_depths else pattern.num_mtp_depths
         self.mtp = nn.ModuleList(MtpDepth(cfg) for _ in range(own_depths))
         self.extra_losses: dict[str, Tensor] = {}
+        self.locate_documents: Callable[[Tensor, Tensor | None], Documents] = locate_documents
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum_
         self.tied_logits: Callable[[Tensor, Tensor], Tensor] = _project
         self.whole_logits: Callable[[Tensor], Tensor] = _as_they_are
@@ -76,17 +79,18 @@ class HybridLM(nn.Module):
         """Predict the next token at every place.
 
         Args:
-            tokens: [B, S] int64.
-            document_ids: [B, S] int; equal for tokens of one document, which are neighbours. Nothing flows between
-                documents.
-            position_ids: [B, S] int64, restarting in each document; derived from ``document_ids`` if None.
+            tokens: [B, S] int64; of a part of every row where ``locate_documents`` says so, as ``labels``.
+            document_ids: [B, S] int of whole rows; equal for tokens of one document, which are neighbours. Nothing
+                flows between documents.
+            position_ids: [B, S] int64 of whole rows, restarting in each document; derived from ``document_ids`` if
+                None.
             labels: [B, S] int64, the token wanted at each place, or ``IGNORE_INDEX``.
 
         Returns:
             Logits [B, S, V] in ``compute_dtype`` without labels; with them, the FP32 sum of the cross-entropy over the
             counted labels. Multi-token prediction and the routers' penalties add to its gradient, not to its value.
         """
-        documents = locate_documents(document_ids, position_ids)
+        documents = self.locate_documents(document_ids, position_ids)
         embedded = self.embedding(tokens).to(self.compute_dtype)
         stream = embedded.to(torch.promote_types(embedded.dtype, torch.float32)) if self.cfg.residual_fp32 else embedded
         penalties: list[Tensor] = []
@@ -99,7 +103,7 @@ class HybridLM(nn.Module):
             return loss
         extra = self._mtp_losses(h, embedded, labels, documents=documents, penalties=penalties)
         if penalties:
-            num_labels = count_labels(labels)
+            num_labels = documents.mean_over_parts(count_labels(labels))
             extra["router"] = (torch.stack(penalties).sum() * num_labels, num_labels)
         self.extra_losses = {name: torch.stack((value.detach(), count)) for name, (value, count) in extra.items()}
         if not extra:

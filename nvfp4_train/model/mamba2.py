@@ -46,7 +46,7 @@ class Scan(nn.Module):
             b: [B, S, G, N].
             c: [B, S, G, N].
             dt: [B, S, G, R], before bias and softplus.
-            documents: The state restarts in each.
+            documents: The state restarts in each, and comes from those that hold an earlier part of the rows.
             initial_state: [B, G, R, N, P] FP32 of each row's first document before its first token here; None: zeros.
                 Rows that begin with a new document must have zeros.
 
@@ -54,9 +54,9 @@ class Scan(nn.Module):
             [B, S, G, R, P] in the dtype of ``x``.
         """
         kernel = scan_kernel(self.cfg, x)
-        if kernel is not None and initial_state is None:
+        if kernel is not None and initial_state is None and documents.part is None:
             return self._scan_fused(kernel, x, b=b, c=c, dt=dt, documents=documents)
-        if is_fused(x):
+        if documents.part is None and is_fused(x):
             settings = SelectiveScan(
                 document_ids=documents.ids,
                 chunk_size=self.cfg.chunk_size,
@@ -70,6 +70,7 @@ class Scan(nn.Module):
             document_ids=documents.ids,
             chunk_size=self.cfg.chunk_size,
             initial_state=initial_state,
+            part=documents.part,
         )
         return (y + x * self.D.view(*x.shape[2:4], 1)).to(x.dtype)
 
@@ -144,7 +145,8 @@ class Mamba2(nn.Module):
         """Map [B, S, D] to [B, S, D]."""
         projected = self.in_proj(h).unflatten(-1, (-1, sum(self.group_split)))  # [B, S, G, rows]
         gate, conv_input, dt = projected.split(self.group_split, dim=-1)
-        mixed = self.conv1d(conv_input, documents)  # [B, S, G, x | B | C]
+        preceding = documents.halo(conv_input, count=self.cfg.d_conv - 1)
+        mixed = self.conv1d(conv_input, documents, preceding=preceding)  # [B, S, G, x | B | C]
         x, b, c = mixed.split(self.conv_split, dim=-1)
         y = self.scan(x.unflatten(-1, (-1, self.cfg.d_head)), b=b, c=c, dt=dt, documents=documents)
         return self.out_proj(self.norm(y.flatten(3), gate).flatten(2))

@@ -1,5 +1,6 @@
 """Mixture of experts without dropped tokens."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +53,38 @@ class Moe(nn.Module):
         return out if routing.penalty is None else Penalized(out, routing.penalty)
 
 
+class RoutedTokens(NamedTuple):
+    """What the experts that are held here compute with.
+
+    Args:
+        tokens: [T, L], sorted by expert.
+        ends: [E] int32, the end of each expert's tokens; the last one is T.
+        send_back: From the results [T, L] to those of the tokens that were handed over, in their order.
+    """
+
+    tokens: Tensor
+    ends: Tensor
+    send_back: Callable[[Tensor], Tensor]
+
+
+def keep_tokens(tokens: Tensor, ends: Tensor) -> RoutedTokens:
+    """Hand tokens to experts that are all held here."""
+    return RoutedTokens(tokens, ends, lambda results: results)
+
+
 class Experts(nn.Module):
-    """The routed experts: MLPs whose projections are grouped GEMMs over the tokens sorted by expert."""
+    """The routed experts: MLPs whose projections are grouped GEMMs over the tokens sorted by expert.
+
+    Attributes:
+        exchange: From tokens [T * K, L], sorted by expert, and the ends [E] int32 of the experts' tokens, to those of
+            the experts that are held here.
+    """
 
     def __init__(self, cfg: MoeConfig, *, width: int) -> None:
         super().__init__()
         self.activation = cfg.activation
         self.num_experts = cfg.num_experts
+        self.exchange: Callable[[Tensor, Tensor], RoutedTokens] = keep_tokens
 
         def grouped(in_features: int, out_features: int) -> GroupedLinear:
             return GroupedLinear(cfg.num_experts, in_features, out_features, uses_per_token=cfg.top_k)
@@ -73,10 +99,10 @@ class Experts(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         bounds = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, bounds, right=True, out_int32=True)
-        sent = _Dispatch.apply(x, order, place)
-        gate = None if self.gate_proj is None else self.gate_proj(sent, ends)
-        returned = self.down_proj(activate(self.up_proj(sent, ends), gate, activation=self.activation), ends)
-        return _Combine.apply(returned, routing.weights, order, place)
+        tokens, ends, send_back = self.exchange(_Dispatch.apply(x, order, place), ends)
+        gate = None if self.gate_proj is None else self.gate_proj(tokens, ends)
+        results = self.down_proj(activate(self.up_proj(tokens, ends), gate, activation=self.activation), ends)
+        return _Combine.apply(send_back(results), routing.weights, order, place)
 
 
 class _Dispatch(torch.autograd.Function):

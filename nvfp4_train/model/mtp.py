@@ -49,10 +49,11 @@ def shift_left(values: Tensor, documents: Documents, *, by: int, fill: float) ->
         fill: For places without a later one.
     """
     shifted = torch.full_like(values, fill)
-    size = values.shape[1]
-    if by < size:
-        same = documents.ids[:, by:] == documents.ids[:, :-by]
-        shifted[:, :-by] = torch.where(same if values.ndim == 2 else same[..., None], values[:, by:], fill)
+    later, ids = documents.with_following(values, count=by)
+    reached = later.shape[1] - by  # places that have a later one
+    if reached > 0:
+        same = ids[:, by:] == ids[:, :reached]
+        shifted[:, :reached] = torch.where(same if values.ndim == 2 else same[..., None], later[:, by:], fill)
     return shifted
 
 

@@ -46,6 +46,8 @@ class Router(nn.Module):
         # Tokens sent to each expert since the last `balance_experts`, counted in forwards that record gradients.
         # A recomputed forward counts again, alike for all experts of a router, which changes no decision and no ratio.
         self.register_buffer("tokens_per_expert", torch.zeros(cfg.num_experts, dtype=torch.int64), persistent=False)
+        # Sums the choices [E] of the tokens that share a balancing loss over those that hold parts of the same rows.
+        self.sum_over_parts: Callable[[Tensor], Tensor] = _keep
         # Those of the newest step over all data ranks, for `max_violations`; [E] int64.
         self.load: Tensor | None = None
 
@@ -67,7 +69,7 @@ class Router(nn.Module):
     def _penalty(self, logits: Tensor, *, scores: Tensor, counts: Tensor) -> Tensor | None:
         terms = []
         if self.cfg.auxiliary_loss_weight:
-            terms.append(self.cfg.auxiliary_loss_weight * balancing_loss(scores, counts=counts))
+            terms.append(self.cfg.auxiliary_loss_weight * balancing_loss(scores, counts=self.sum_over_parts(counts)))
         if self.cfg.z_loss_weight:
             terms.append(self.cfg.z_loss_weight * logits.logsumexp(dim=-1).square().mean())
         return torch.stack(terms).sum() if terms else None
@@ -96,7 +98,8 @@ def balancing_loss(scores: Tensor, *, counts: Tensor) -> Tensor:
 
     Args:
         scores: [T, E], not negative; a token's scores are divided by their sum.
-        counts: [E] int64, choices of each expert; no gradient passes through them.
+        counts: [E] int64, choices of each expert by these tokens, or by more tokens that include them, whose loss is
+            then the mean over all such parts; no gradient passes through them.
     """
     shares = scores / (scores.sum(dim=-1, keepdim=True) + TINY)
     return len(counts) * (counts / counts.sum() * shares.mean(dim=0)).sum()
@@ -138,6 +141,10 @@ def max_violations(model: nn.Module) -> dict[str, Tensor]:
         for name, module in model.named_modules()
         if isinstance(module, Router) and module.load is not None
     }
+
+
+def _keep(counts: Tensor) -> Tensor:
+    return counts
 
 
 def _count(experts: Tensor, *, num_experts: int) -> Tensor:

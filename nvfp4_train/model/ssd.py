@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvfp4_train.model.row_part import RowPart
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScanInputs:
@@ -41,7 +43,12 @@ class FinalState:
 
 
 def ssd_scan(
-    inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
+    inputs: ScanInputs,
+    *,
+    document_ids: Tensor,
+    chunk_size: int,
+    initial_state: Tensor | None = None,
+    part: RowPart | None = None,
 ) -> tuple[Tensor, FinalState]:
     """Run the recurrence for every head.
 
@@ -58,6 +65,9 @@ def ssd_scan(
         chunk_size: Tokens per chunk; S need not be a multiple.
         initial_state: [B, G, R, N, P] of the first token's document before its first token here; None: zeros. Rows
             that begin with a new document must have zeros.
+        part: Which part of longer rows these tokens are, where others scan the rest: the initial state comes from
+            them, and so does the gradient of the final one. All of them scan at the same time. ``initial_state`` must
+            be None.
 
     Returns:
         y [B, S, G, R, P] in the dtype of ``x``, and what is left after the last token.
@@ -69,7 +79,7 @@ def ssd_scan(
     y = _WithinChunks.apply(
         chunks.x, chunks.cumulative, _scores(chunks.b, chunks.c), (chunks.masks.causal, chunks.remainder)
     )
-    states, final = _states(chunks, initial_state)
+    states, final = _states(chunks, initial_state, part)
     read = (chunks.c.transpose(2, 3) @ states).transpose(2, 3)  # [B, L, C, G, R*P]
     from_start = chunks.cumulative.exp() * chunks.masks.from_state
     y = y + scale_heads(read.unflatten(-1, chunks.x.shape[-2:]), from_start)
@@ -80,7 +90,7 @@ def ssd_final_state(
     inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
 ) -> FinalState:
     """Return what ``ssd_scan`` leaves behind, without its outputs: half of its work. ``inputs.c`` does not matter."""
-    return _states(_divide(inputs, document_ids=document_ids, chunk_size=chunk_size), initial_state)[1]
+    return _states(_divide(inputs, document_ids=document_ids, chunk_size=chunk_size), initial_state, None)[1]
 
 
 def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
@@ -197,7 +207,7 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(0, 1, 4, 2, 3, 5).contiguous()  # [B, L, C, G, R, P]; mixed strides make later sums slow
 
 
-def _states(chunks: _Chunks, initial_state: Tensor | None) -> tuple[Tensor, FinalState]:
+def _states(chunks: _Chunks, initial_state: Tensor | None, part: RowPart | None) -> tuple[Tensor, FinalState]:
     """Return the state at the start of each chunk, [B, L, G, N, R*P], and what the last chunk leaves."""
     x, cumulative, remainder, masks = chunks.x, chunks.cumulative, chunks.remainder, chunks.masks
     end = cumulative[:, :, -1:]
@@ -208,7 +218,8 @@ def _states(chunks: _Chunks, initial_state: Tensor | None) -> tuple[Tensor, Fina
     initial = None
     if initial_state is not None:
         initial = initial_state.transpose(2, 3).flatten(3).to(decay.dtype)  # [B, G, N, R*P]
-    states, final = _PassStates.apply(added, decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :], initial)
+    by_channel = decay.repeat_interleave(x.shape[-1], dim=-1)[..., None, :]  # [B, L, G, 1, R*P]
+    states, final = _PassStates.apply(added, by_channel, initial, part)
     total_decay = end[:, :, 0].sum(dim=1).exp() * masks.carries.prod(dim=1)
     return states, FinalState(state=final.unflatten(-1, x.shape[-2:]).transpose(2, 3), total_decay=total_decay)
 
@@ -218,29 +229,45 @@ class _PassStates(torch.autograd.Function):
 
     The state runs in the dtype of ``decay``, and so is returned after the last chunk; the others, which are kept for
     backward, have the dtype of ``added``.
+
+    With ``part`` the chunks are part of a longer row. Each holder passes an empty state through its chunks first, all
+    of them find their initial states from the results, and then the states are the same as in whole rows. Gradients go
+    the same way in the other direction. What is left after the last chunk then has no gradient of its own.
     """
 
     @staticmethod
-    def forward(ctx: Any, added: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, added: Tensor, decay: Tensor, initial: Tensor | None, part: RowPart | None
+    ) -> tuple[Tensor, Tensor]:
         states = torch.empty_like(added)  # [B, L, G, N, R*P]
         state = torch.zeros_like(added[:, 0], dtype=decay.dtype) if initial is None else initial.clone()
+        if part is not None:
+            for index in range(added.shape[1]):
+                state.mul_(decay[:, index]).add_(added[:, index])
+            state = part.initial_state(state, total_decay=decay.prod(dim=1))
         for index in range(added.shape[1]):
             states[:, index] = state
             state.mul_(decay[:, index]).add_(added[:, index])
         ctx.save_for_backward(states, decay)
-        ctx.has_initial = initial is not None
+        ctx.has_initial, ctx.part = initial is not None, part
+        if part is not None:
+            ctx.mark_non_differentiable(state)
         return states, state
 
     @staticmethod
-    def backward(ctx: Any, grad_states: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad_states: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         states, decay = ctx.saved_tensors
         grad_added, grad_decay = torch.empty_like(states), torch.empty_like(decay)
-        grad = grad_final.clone()
+        grad = torch.zeros_like(states[:, 0], dtype=decay.dtype) if ctx.part is not None else grad_final.clone()
+        if ctx.part is not None:
+            for index in reversed(range(states.shape[1])):
+                grad.mul_(decay[:, index]).add_(grad_states[:, index])
+            grad = ctx.part.grad_of_final_state(grad, total_decay=decay.prod(dim=1))
         for index in reversed(range(states.shape[1])):
             grad_added[:, index] = grad
             grad_decay[:, index] = (grad * states[:, index]).sum(dim=-2, keepdim=True)
             grad.mul_(decay[:, index]).add_(grad_states[:, index])
-        return grad_added, grad_decay, grad if ctx.has_initial else None
+        return grad_added, grad_decay, grad if ctx.has_initial else None, None
 
 
 def import_mamba_ssm() -> Callable[..., Tensor]:

@@ -10,6 +10,8 @@ from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.mtp import MtpDepth
 from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.parallel.compile import compile_blocks
+from nvfp4_train.parallel.context import apply_context
+from nvfp4_train.parallel.expert import apply_expert
 from nvfp4_train.parallel.fsdp import apply_fsdp
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.tensor import TensorParallel, keep_norm, split_block, split_mtp
@@ -38,6 +40,8 @@ def parallelize(
     """
     if mesh.degree("tp") > 1:
         split_layers(model, TensorParallel.of(parallel_cfg, mesh, compute_dtype=compute_dtype))
+    apply_expert(model, mesh=mesh)
+    apply_context(model, mesh=mesh)
     if parallel_cfg.compile is Compile.block:
         compile_blocks(model)
     checkpoint_activations(model, parallel_cfg.activation_checkpoint)

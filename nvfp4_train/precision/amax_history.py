@@ -68,13 +68,15 @@ def end_step(model: nn.Module, *, largest_over_ranks: Callable[[Tensor], Tensor]
         largest_over_ranks: Returns the elementwise maximum of an fp32 vector over the ranks that read different
             tokens; called once, or not at all if no operand scales by a history.
     """
-    running = [(history, name) for _, history in _histories(model) for name in history.newest]
-    if not running:
+    # All that are kept, in the same order on every rank: a rank whose experts got no tokens saw none of theirs.
+    kept = [(history, name) for _, history in _histories(model) for name in history.tensors]
+    if not kept:
         return
-    maxima = largest_over_ranks(torch.cat([history.newest[name] for history, name in running]))
-    for (history, name), amax in zip(running, maxima.split(1), strict=True):
+    seen = [amax for history, _ in kept for amax in history.newest.values()]
+    unseen = torch.zeros_like(seen[0]) if seen else torch.zeros(1)
+    maxima = largest_over_ranks(torch.cat([history.newest.pop(name, unseen) for history, name in kept]))
+    for (history, name), amax in zip(kept, maxima.split(1), strict=True):
         history.advance(name, amax)
-        del history.newest[name]
 
 
 def _histories(model: nn.Module) -> Iterable[tuple[str, AmaxHistory]]:

@@ -36,6 +36,8 @@ class QuantizedExperts(GroupedLinear):
     Attributes:
         precision: How each expert computes; random streams are named `<layer>.<expert>`.
         position: Shared by all quantized modules of a model.
+        first_expert: Index of the first expert held here, of which there are `num_experts`.
+        num_sources: Ranks whose tokens come to these experts; 1: only those of this rank.
         reduce_amax: Makes ranks that hold parts of one operand of an expert agree on its amax, see QuantizedLinear;
             called for experts that have tokens.
         part: How to compute with the part of the weight that is held here, see QuantizedLinear.
@@ -59,6 +61,8 @@ class QuantizedExperts(GroupedLinear):
         self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
         self.part: ParameterPart = WHOLE
         self.output_dtype: torch.dtype | None = None
+        self.first_expert = 0
+        self.num_sources = 1
         self.row_offset = 0
         self.column_offset = 0
         self.saved_bytes = 0
@@ -109,19 +113,24 @@ class QuantizedExperts(GroupedLinear):
     def _linear_call(self, recipe: LinearRecipe, expert: int) -> LinearCall:
         position = self.position
         rounder = OperandRounder(
-            layer=f"{self.precision.layer}.{expert}",
+            layer=f"{self.precision.layer}.{self.first_expert + expert}",
             specs=recipe.operands,
             seed=position.seed,
             step=position.step,
             # An expert gets each token of a microbatch at most once, so microbatches draw from rows of their own, and
-            # so do ranks that hold other slices of the sequences.
-            offsets={"tokens": position.row_offset, "inputs": self.column_offset, "outputs": self.row_offset},
+            # so do ranks that hold other slices of the sequences. With tokens of several ranks there are as many times
+            # more rows.
+            offsets={
+                "tokens": position.row_offset * self.num_sources,
+                "inputs": self.column_offset,
+                "outputs": self.row_offset,
+            },
             reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
             history=self.amax_history,
             is_training=torch.is_grad_enabled(),
-            token_segment=position.segment,
-            token_stride=position.stride,
+            token_segment=position.segment * self.num_sources,
+            token_stride=position.stride * self.num_sources,
         )
         return LinearCall(
             recipe=recipe,

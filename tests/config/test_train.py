@@ -28,6 +28,9 @@ def test_a_valid_config_has_no_problems():
         ("parallel", {"dp_replicate_degree": 3}, "batch.global_batch_size"),
         ("model", {"d_model": 72}, "model.d_model"),
         ("batch", {"sequence_length": 6}, "batch.sequence_length"),
+        ("parallel", {"cp_degree": 3}, "parallel.cp_degree"),
+        ("parallel", {"cp_degree": 8}, "parallel.cp_degree"),  # parts of 8 tokens
+        ("parallel", {"ep_degree": 2, "dp_shard_degree": 2}, "parallel.ep_degree"),  # no experts
     ],
 )
 def test_a_violated_rule_names_its_key(group, changes, key):

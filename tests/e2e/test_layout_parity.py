@@ -65,6 +65,9 @@ LAYOUTS = (
     Layout(name="hsdp 2x2", world_size=4, changes={"replicate": 2, "shard": 2}),
     Layout(name="dp2 x tp2", world_size=4, changes={"replicate": 2, "tp": 2}, reorders_sums=True),
     Layout(name="fsdp2 x tp2", world_size=4, changes={"shard": 2, "tp": 2}, reorders_sums=True),
+    Layout(name="cp2", world_size=2, changes={"cp": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(name="ep2", world_size=2, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(name="fsdp4, ep2", world_size=4, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
 )
 
 
@@ -150,7 +153,9 @@ def test_the_first_step_rounds_what_one_process_rounds_with_the_same_random_byte
         whole = single.operands[name]
         if layout.reorders_sums and not name[1].endswith(".w"):
             share = share_of_equal_values(part, whole)
-            assert share > SHARE_OF_EQUAL_VALUES[name[1]], (name, share)
+            # What experts return differs by their rounding, which is more than an order of summation.
+            expected = min(SHARE_OF_EQUAL_VALUES[name[1]], 0.5 if layout.moves_tokens else 1.0)
+            assert share > expected, (name, share)
         else:
             assert is_equal(part, whole), name
 

@@ -190,3 +190,20 @@ def test_a_parameter_that_is_gathered_anew_is_read_anew_and_its_old_memory_let_g
     experts.position.weights_changed()
     torch.testing.assert_close(experts(x, ENDS).detach(), 2 * before)
     assert torch._C._storage_Use_Count(memory._cdata) == 1  # ours
+
+
+def test_experts_with_tokens_of_several_ranks_draw_from_rows_of_their_own():
+    """Two ranks send up to 64 tokens each to an expert on either of them, from halves of two rows of 64 tokens."""
+    linears, _ = make(nvfp4_table())
+    linears.num_sources, linears.first_expert = 2, 3
+    rows = []
+    for rank in range(2):
+        linears.position.start_microbatch(step=5, row_offset=256 + 32 * rank, segment=32, stride=64)
+        rounder = linears._linear_call(linears.precision.recipe, 1).rounder
+        assert rounder.layer.endswith(".4")
+        stream = rounder.stream_of("dgrad.dy")
+        local = torch.arange(2 * 64)
+        segment, stride = stream.row_segment, stream.row_stride
+        rows.append(set((stream.row_offset + local // segment * stride + local % segment).tolist()))
+    assert len(rows[0] | rows[1]) == 256
+    assert min(rows[0]) == 512  # the rows of a microbatch follow those of the microbatches before it
