@@ -68,6 +68,14 @@ LAYOUTS = (
     Layout(name="cp2", world_size=2, changes={"cp": 2}, reorders_sums=True, moves_tokens=True),
     Layout(name="ep2", world_size=2, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
     Layout(name="fsdp4, ep2", world_size=4, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(name="cp2 x tp2", world_size=4, changes={"cp": 2, "tp": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(
+        name="fsdp2, ep2 x tp2",
+        world_size=4,
+        changes={"shard": 2, "tp": 2, "ep": 2},
+        reorders_sums=True,
+        moves_tokens=True,
+    ),
 )
 
 
