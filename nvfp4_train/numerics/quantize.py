@@ -308,11 +308,7 @@ def kernel_settings(
 ) -> list[int]:
     """What a kernel is told about one quantization."""
     signs = transform_mask(spec, sign_mask)
-    column = direction is Direction.column
-    if stream is None:
-        return native.settings_of(spec, column=column, sign_mask=signs)
-    offsets = (stream.row_offset, stream.column_offset)
-    return native.settings_of(spec, column=column, sign_mask=signs, key=stream.key, offsets=offsets)
+    return native.settings_of(spec, column=direction is Direction.column, sign_mask=signs, stream=stream)
 
 
 def transformed_matrix(x: Tensor, spec: OperandSpec, direction: Direction, sign_mask: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ Each expert is a Linear of its own: its tokens are one tensor with its own amax 
 weight is another. Tokens are padded with zero rows to the recipe's multiple, which changes neither an amax nor a sum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from nvfp4_train.config.recipe import LinearRecipe
 from nvfp4_train.model.linear import GroupedLinear, grouped_linear
 from nvfp4_train.numerics.spec import Format
-from nvfp4_train.precision.linear import LinearPrecision, history_of
+from nvfp4_train.precision.linear import LinearPrecision, history_of, keep_amax
 from nvfp4_train.precision.linear_rows import LinearCall, Saved
 from nvfp4_train.precision.operands import OperandRounder
 from nvfp4_train.precision.position import RoundingPosition
@@ -32,6 +33,8 @@ class QuantizedExperts(GroupedLinear):
     Attributes:
         precision: How each expert computes; random streams are named `<layer>.<expert>`.
         position: Shared by all quantized modules of a model.
+        reduce_amax: Makes ranks that hold parts of one operand of an expert agree on its amax, see QuantizedLinear;
+            called for experts that have tokens.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax over experts, fp32 [1], of each quantized operand in the newest step, by name.
         amax_history: Maxima of older steps over all experts, for the operands that scale by them.
@@ -46,6 +49,7 @@ class QuantizedExperts(GroupedLinear):
         self.train(grouped.training)
         self.precision = precision
         self.position = position
+        self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self.amax_history = history_of(precision.recipe)
@@ -97,12 +101,15 @@ class QuantizedExperts(GroupedLinear):
             specs=recipe.operands,
             seed=position.seed,
             step=position.step,
-            # An expert gets each token of a microbatch at most once, so microbatches draw from rows of their own.
+            # An expert gets each token of a microbatch at most once, so microbatches draw from rows of their own, and
+            # so do ranks that hold other slices of the sequences.
             offsets={"tokens": position.row_offset, "inputs": 0, "outputs": 0},
-            reduce_amax=_keep,
+            reduce_amax=self.reduce_amax,
             record=partial(self._record_amax, position.step),
             history=self.amax_history,
             is_training=torch.is_grad_enabled(),
+            token_segment=position.segment,
+            token_stride=position.stride,
         )
         return LinearCall(
             recipe=recipe,
@@ -224,7 +231,3 @@ def _is_cast_to(recipe: LinearRecipe, dtype: torch.dtype) -> bool:
     """Whether grouped GEMMs in the dtype of the activations are what the recipe asks for."""
     wanted = {torch.bfloat16: Format.bf16, torch.float32: Format.fp32}.get(dtype)
     return all(spec.format is wanted for spec in recipe.operands.values())
-
-
-def _keep(amax: Tensor) -> Tensor:
-    return amax

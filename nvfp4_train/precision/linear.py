@@ -54,7 +54,8 @@ class QuantizedLinear(nn.Linear):
     Attributes:
         precision: How it computes.
         position: Shared by all QuantizedLinears of a model.
-        reduce_amax: Makes ranks that hold parts of one tensor agree on its amax; fp32 [1] or [R] to the same shape.
+        reduce_amax: Makes ranks that hold parts of one operand agree on its amax: from the operand's name ("fprop.x")
+            and fp32 [1] or [R] to the same shape.
         row_offset: Global index of the first output feature held here.
         column_offset: Global index of the first input feature held here.
         saved_bytes: What the newest forward with a backward kept of its input.
@@ -76,7 +77,7 @@ class QuantizedLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=torch.float32)
         self.precision = precision
         self.position = position
-        self.reduce_amax: Callable[[Tensor], Tensor] = _keep
+        self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
         self.row_offset = 0
         self.column_offset = 0
         self.saved_bytes = 0
@@ -150,6 +151,8 @@ class QuantizedLinear(nn.Linear):
             record=partial(self._record_amax, position.step),
             history=self.amax_history,
             is_training=torch.is_grad_enabled(),
+            token_segment=position.segment,
+            token_stride=position.stride,
         )
 
     def _record_amax(self, step: int, name: str, amax: Tensor) -> None:
@@ -218,5 +221,6 @@ def history_of(recipe: LinearRecipe) -> AmaxHistory:
     return AmaxHistory(lengths)
 
 
-def _keep(amax: Tensor) -> Tensor:
+def keep_amax(_: str, amax: Tensor) -> Tensor:
+    """Return the amax of a rank that holds whole operands."""
     return amax

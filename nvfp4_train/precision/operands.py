@@ -87,10 +87,14 @@ class OperandRounder:
         seed: Seed of the run.
         step: Optimizer step.
         offsets: Global index of the first of the `tokens`, `inputs` and `outputs` that this tensor holds.
-        reduce_amax: Makes ranks that hold parts of one tensor agree on its amax.
+        reduce_amax: Makes ranks that hold parts of one operand agree on its amax, given the operand's name and what
+            this rank found.
         record: Told the name of each operand that is quantized, and its amax.
         history: Maxima of older steps, for the operands that scale by them.
         is_training: Whether the maxima of this call's tensors belong to the step; those of weights always do.
+        token_segment: Tokens that follow each other in the global batch too, where this rank holds only a slice of
+            every sequence; 0 is all of them.
+        token_stride: Length of the whole sequences then.
     """
 
     layer: str
@@ -98,10 +102,12 @@ class OperandRounder:
     seed: int
     step: int
     offsets: dict[str, int]
-    reduce_amax: Callable[[Tensor], Tensor]
+    reduce_amax: Callable[[str, Tensor], Tensor]
     record: Callable[[str, Tensor], None]
     history: AmaxHistory = field(default_factory=lambda: AmaxHistory({}))
     is_training: bool = False
+    token_segment: int = 0
+    token_stride: int = 0
 
     def round(self, name: str, tensor: Tensor) -> Operand:
         """Round `tensor` [M, N] to the operand `name` of a GEMM that runs at once."""
@@ -160,17 +166,30 @@ class OperandRounder:
         """Return the stream of an operand, whether or not its rounding draws from it."""
         place = OPERAND_PLACES[name]
         key = stream_key(seed=self.seed, layer=self.layer, operand=name, step=self.step)
-        return RandomStream(key, row_offset=self.offsets[place.rows], column_offset=self.offsets[place.columns])
+        tokens, whole = (self.token_segment, self.token_stride), (0, 0)
+        row_segment, row_stride = tokens if place.rows == "tokens" else whole
+        column_segment, column_stride = tokens if place.columns == "tokens" else whole
+        return RandomStream(
+            key,
+            row_offset=self.offsets[place.rows],
+            row_segment=row_segment,
+            row_stride=row_stride,
+            column_offset=self.offsets[place.columns],
+            column_segment=column_segment,
+            column_stride=column_stride,
+        )
 
     def sign_mask(self, name: str) -> int | None:
         """Return the signs of an operand's Hadamard transform, or None if they are not drawn.
 
-        The two operands of a GEMM get the same.
+        The two operands of a GEMM get the same, and so do ranks that hold slices of the same sequences.
         """
         signs = self.specs[name].hadamard_signs
         if signs in (HadamardSigns.none, HadamardSigns.fixed):
             return None
-        return drawn_sign_mask(signs, seed=self.seed, layer=self.layer, step=self.step, row=self.offsets["tokens"])
+        first = self.offsets["tokens"]
+        row = first - first % self.token_stride if self.token_stride else first  # where the first sequence starts
+        return drawn_sign_mask(signs, seed=self.seed, layer=self.layer, step=self.step, row=row)
 
     def _agree_on_amax(self, name: str, tensor: Tensor) -> Tensor:
         spec, direction = self.specs[name], OPERAND_PLACES[name].direction
@@ -182,7 +201,7 @@ class OperandRounder:
         if not spec.has_amax:
             return amax
         if spec.fp32_scale is not GlobalScale.block_128:  # no rank holds a part of a block
-            amax = self.reduce_amax(amax)
+            amax = self.reduce_amax(name, amax)
         self.record(name, amax)
         if not spec.amax_history_length:
             return amax

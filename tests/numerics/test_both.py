@@ -36,7 +36,10 @@ PAIRS = {
 
 def cells(name: str) -> tuple[Cell, Cell]:
     first, second = PAIRS[name]
-    streams = [RandomStream(key=key, row_offset=64, column_offset=128) for key in (3, 4)]
+    streams = [
+        RandomStream(3, row_offset=64, column_offset=128, row_segment=16, row_stride=48),
+        RandomStream(4, row_offset=64, column_offset=128, column_segment=16, column_stride=48),
+    ]
     return (
         Cell(spec=first, direction=Direction.row, stream=streams[0]),
         Cell(spec=second, direction=Direction.column, stream=streams[1]),

@@ -1,5 +1,7 @@
 """Inductor's code has the bits of the oracle. Compiling takes long, so only a few cases, and not by default."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,16 +45,19 @@ def test_another_step_compiles_nothing_anew():
     function = compiled(keyed_quantize_matrix)
     results = []
     for step in range(3):
-        stream = TensorStream.of(RandomStream(key=step, row_offset=step), device=x.device)
+        segments = {"row_segment": 16, "row_stride": 64} if step == 2 else {}
+        stream = TensorStream.of(RandomStream(key=step, row_offset=step, **segments), device=x.device)
         with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
             results.append(function(x, spec, amax, stream, key=repr(spec))[0])
     assert not torch.equal(results[0], results[1])
 
 
 def test_a_stream_in_tensors_has_the_same_bytes():
-    stream = RandomStream(key=2**64 - 3, row_offset=17, column_offset=20)
-    on_device = TensorStream.of(stream, device=torch.device("cpu"))
-    assert torch.equal(random_bytes(on_device, 9, 37), random_bytes(stream, 9, 37))
+    contiguous = RandomStream(key=2**64 - 3, row_offset=17, column_offset=20)
+    rows = replace(contiguous, row_segment=16, row_stride=40)
+    for stream in (contiguous, rows, replace(rows, column_segment=8, column_stride=100)):
+        on_device = TensorStream.of(stream, device=torch.device("cpu"))
+        assert torch.equal(random_bytes(on_device, 39, 37), random_bytes(stream, 39, 37))
 
 
 def test_the_options_exist_and_a_cpu_does_without():

@@ -15,9 +15,18 @@ from nvfp4_train.numerics.quantize import (
     quantize_operand,
 )
 from nvfp4_train.numerics.random import RandomStream
-from nvfp4_train.numerics.spec import Block, Format, GlobalScale, HadamardSigns, OperandSpec, Rounding
+from nvfp4_train.numerics.spec import (
+    FP8_FORMATS,
+    MX_FORMATS,
+    Block,
+    Format,
+    GlobalScale,
+    HadamardSigns,
+    OperandSpec,
+    Rounding,
+)
 from tests.support import oracle
-from tests.support.tensors import FILLS, filled, operand_spec, same_bits
+from tests.support.tensors import FILLS, filled, format_spec, operand_spec, same_bits
 
 BLOCKS = [Block.row_1x16, Block.tile_16x16]
 DIRECTIONS = list(Direction)
@@ -128,6 +137,35 @@ def test_shards_with_a_common_amax_give_the_bytes_of_the_whole(
         rows, columns = shard.shape
         expected = whole.codes[first[0] : first[0] + rows, first[1] // 2 : (first[1] + columns) // 2]
         assert torch.equal(shard.codes, expected)
+
+
+STOCHASTIC = {
+    "nvfp4": operand_spec(rounding=Rounding.stochastic),
+    "nvfp4, transformed": operand_spec(rounding=Rounding.stochastic, hadamard=HadamardSigns.fixed),
+    "nvfp4, tiles": operand_spec(rounding=Rounding.stochastic, block=Block.tile_16x16),
+    **{str(format): format_spec(format, rounding=Rounding.stochastic) for format in (*MX_FORMATS, *FP8_FORMATS)},
+}
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize(("direction", "dim"), [(Direction.row, "row"), (Direction.column, "column")])
+def test_slices_of_sequences_give_the_bytes_of_the_whole(name: str, direction: Direction, dim: str):
+    """Three sequences of 64 tokens, of which a rank holds tokens 32 to 63."""
+    spec, x = STOCHASTIC[name], filled(3 * 64, 96, dtype=torch.bfloat16, fill="normal", seed=6)
+    local = x.view(3, 64, 96)[:, 32:].reshape(-1, 96)
+    tokens = {"offset": 5 * 64 + 32, "segment": 32, "stride": 64}
+    start = RandomStream(KEY, **{f"{dim}_offset": 5 * 64})
+    whole = quantize(x, spec, direction=direction, stream=start)
+    stream = RandomStream(KEY, **{f"{dim}_{key}": value for key, value in tokens.items()})
+    how = {"direction": direction, "amax": whole.amax, "stream": stream}
+    part, operand = quantize(local, spec, **how), quantize_operand(local, spec, **how)
+    values = gemm_operand(whole).values.movedim(1 if dim == "column" else 0, 0)
+    held = values.unflatten(0, (3, 64))[:, 32:].flatten(0, 1)
+    expected = held.t() if dim == "column" else held
+    assert torch.equal(operand.values, expected)
+    assert torch.equal(gemm_operand(part).values, expected)
+    unmoved = RandomStream(KEY, **{f"{dim}_offset": tokens["offset"]})
+    assert not torch.equal(quantize_operand(local, spec, **(how | {"stream": unmoved})).values, expected)
 
 
 def test_stochastic_rounding_is_unbiased():

@@ -27,7 +27,7 @@ def test_the_hash_agrees_with_python_integers():
 @pytest.mark.parametrize("key", [0, 1, KEY, 2**63, 2**64 - 1])
 def test_compiled_bytes_are_the_same(key: int):
     stream = RandomStream(key, row_offset=2**40, column_offset=4 * 123)
-    assert torch.equal(native.random_bytes(key, 2**40, 492, rows=5, columns=1500), random_bytes(stream, 5, 1500))
+    assert torch.equal(native.random_bytes(stream, 5, 1500), random_bytes(stream, 5, 1500))
 
 
 def test_shards_get_the_bytes_of_the_whole():
@@ -35,6 +35,32 @@ def test_shards_get_the_bytes_of_the_whole():
     for row, column in ((0, 32), (16, 0), (16, 32), (3, 4)):
         shard = random_bytes(RandomStream(KEY, row_offset=row, column_offset=column), 16, 32)
         assert torch.equal(shard, whole[row : row + 16, column : column + 32])
+
+
+def local_indices(offset: int, segment: int, stride: int, count: int) -> list[int]:
+    """Global indices of the first `count` local ones."""
+    return [offset + local // segment * stride + local % segment for local in range(count)]
+
+
+@pytest.mark.parametrize(("segment", "stride"), [(16, 64), (32, 32), (48, 100)])
+@pytest.mark.parametrize("offset", [0, 16])
+def test_segments_get_the_rows_and_columns_of_the_whole(segment: int, stride: int, offset: int):
+    whole = random_bytes(RandomStream(KEY, row_offset=4), 500, 500)
+    here = local_indices(offset, segment, stride, 96)
+    along_rows = RandomStream(KEY, row_offset=4 + offset, row_segment=segment, row_stride=stride)
+    along_columns = RandomStream(KEY, row_offset=4, column_offset=offset, column_segment=segment, column_stride=stride)
+    for draw in (random_bytes, native.random_bytes):
+        assert torch.equal(draw(along_rows, 96, 500), whole[here])
+        assert torch.equal(draw(along_columns, 500, 96), whole[:, here])
+
+
+def test_short_segments_of_columns_in_wide_rows():
+    """The kernel draws 512 columns at a time, here with segments of one word."""
+    stream = RandomStream(KEY, column_segment=4, column_stride=12)
+    here = local_indices(0, 4, 12, 1030)
+    expected = random_bytes(RandomStream(KEY), 3, here[-1] + 1)[:, here]
+    assert torch.equal(random_bytes(stream, 3, 1030), expected)
+    assert torch.equal(native.random_bytes(stream, 3, 1030), expected)
 
 
 def test_bytes_are_uniform():
@@ -73,3 +99,20 @@ def test_no_two_rows_share_words():
 def test_bad_offsets_are_refused(offsets: tuple[int, int], message: str):
     with pytest.raises(ValueError, match=message):
         RandomStream(KEY, *offsets)
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ({"row_segment": 8, "row_stride": 64}, "row_segment must be a positive multiple of 16, found 8"),
+        ({"row_segment": -16, "row_stride": 64}, "row_segment must be a positive multiple of 16, found -16"),
+        ({"row_segment": 32}, "row_stride must be at least row_segment = 32, found 0"),
+        ({"row_segment": 32, "row_stride": 31}, "row_stride must be at least row_segment = 32, found 31"),
+        ({"row_stride": 64}, "row_segment must be a positive multiple of 16, found 0"),
+        ({"column_segment": 6, "column_stride": 64}, "column_segment must be a positive multiple of 4, found 6"),
+        ({"column_segment": 8, "column_stride": 10}, "column_segment = 8 and a multiple of 4, found 10"),
+    ],
+)
+def test_bad_segments_are_refused(segments: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        RandomStream(KEY, **segments)

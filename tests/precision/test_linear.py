@@ -417,17 +417,39 @@ def test_amax_records_hold_the_maximum_of_a_step_and_start_anew_with_the_next():
 
 def test_the_amax_hook_sees_every_quantized_operand_and_decides():
     linear = make_linear(nvfp4_table())
-    seen: list[Tensor] = []
+    seen: list[str] = []
 
-    def reduce_amax(amax: Tensor) -> Tensor:
-        seen.append(amax)
+    def reduce_amax(name: str, amax: Tensor) -> Tensor:
+        seen.append(name)
         return amax * 2
 
     linear.reduce_amax = reduce_amax
     x, dy = make_data()
     run(linear, x, dy)
-    assert len(seen) == 5  # x twice, dy twice, the shared weight once
+    assert sorted(seen) == ["dgrad.dy", "fprop.w", "fprop.x", "wgrad.dy", "wgrad.x"]  # the shared weight once
     assert linear.amax["fprop.x"].item() == 2 * x.abs().max().item()
+
+
+def test_slices_of_sequences_give_the_results_of_the_whole():
+    """Two ranks hold a half of each of two sequences."""
+    linear = make_linear(nvfp4_table())
+    x, dy = make_data()
+    tokens = x.shape[0] // 4
+    amax: dict[str, Tensor] = {}
+
+    def keep(name: str, own: Tensor) -> Tensor:
+        return amax.setdefault(name, own)  # that of the whole, which runs first
+
+    linear.reduce_amax = keep
+    linear.position.start_microbatch(step=STEP, row_offset=0)
+    whole = run(linear, x, dy)
+    for rank in range(2):
+        first = rank * tokens
+        held = torch.arange(4 * tokens).view(2, 2 * tokens)[:, first : first + tokens].flatten()
+        linear.position.start_microbatch(step=STEP, row_offset=first, segment=tokens, stride=2 * tokens)
+        own = run(linear, x[held], dy[held])
+        assert torch.equal(own["y"], whole["y"][held])
+        assert torch.equal(own["dx"], whole["dx"][held])
 
 
 def test_tokens_that_do_not_fill_blocks_are_refused_by_name():

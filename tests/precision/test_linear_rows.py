@@ -106,7 +106,7 @@ def test_saved_operands_come_back_by_name():
         seed=0,
         step=0,
         offsets={"tokens": 0, "inputs": 0, "outputs": 0},
-        reduce_amax=lambda amax: amax,
+        reduce_amax=lambda _, amax: amax,
         record=lambda name, amax: None,
     )
     x = torch.ones(32, 32, dtype=torch.bfloat16)

@@ -1,5 +1,7 @@
 """Rounding of single operands: which random bytes they draw, how shards agree, and what is stored."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from nvfp4_train.config.recipe import LinearRecipe
 from nvfp4_train.numerics.quantize import Direction, quantize
 from nvfp4_train.numerics.random import RandomStream, stream_key
-from nvfp4_train.numerics.spec import Block, Format, GlobalScale, OperandSpec, Rounding
+from nvfp4_train.numerics.spec import Block, Format, GlobalScale, HadamardSigns, OperandSpec, Rounding
 from nvfp4_train.precision.operands import OPERAND_PLACES, OperandRounder
 from tests.support.recipes import cast_table, nvfp4_table
 
@@ -25,6 +27,8 @@ def make_rounder(
     outputs: int = 0,
     step: int = 5,
     amax: Tensor | None = None,
+    segment: int = 0,
+    stride: int = 0,
     specs: dict[str, OperandSpec] | None = None,
 ) -> OperandRounder:
     """A rounder whose ranks agree on `amax`, if it is given."""
@@ -34,8 +38,10 @@ def make_rounder(
         seed=11,
         step=step,
         offsets={"tokens": tokens, "inputs": inputs, "outputs": outputs},
-        reduce_amax=lambda own: own if amax is None else torch.maximum(own, amax),
+        reduce_amax=lambda _, own: own if amax is None else torch.maximum(own, amax),
         record=lambda name, value: None,
+        token_segment=segment,
+        token_stride=stride,
     )
 
 
@@ -88,6 +94,41 @@ def test_two_halves_of_a_batch_round_as_the_whole_does(name):
     assert torch.equal(torch.cat([part.values for part in parts], dim=token_dim), whole.values)
     unmoved = make_rounder(tokens=128, amax=whole.amax).round(name, dy[half:])
     assert not torch.equal(unmoved.values, parts[1].values)
+
+
+@pytest.mark.parametrize("name", ["dgrad.dy", "wgrad.dy"])
+def test_slices_of_sequences_round_as_the_whole_does(name):
+    """Two sequences of 32 tokens, of which each of two ranks holds a half."""
+    dy, half = make_gradient(), TOKENS // 4
+    whole = make_rounder(tokens=128).round(name, dy)
+    sequences = dy.view(2, 2 * half, FEATURES)
+    parts = [
+        make_rounder(tokens=128 + start, segment=half, stride=2 * half, amax=whole.amax)
+        .round(name, sequences[:, start : start + half].reshape(-1, FEATURES))
+        .values.movedim(0 if name == "dgrad.dy" else 1, 0)
+        .unflatten(0, (2, half))
+        for start in (0, half)
+    ]
+    values = whole.values if name == "dgrad.dy" else whole.values.t()
+    assert torch.equal(torch.cat(parts, dim=1).flatten(0, 1), values)
+
+
+@pytest.mark.parametrize("name", ["fprop.x", "wgrad.x", "dgrad.w"])
+def test_only_tokens_come_in_segments(name):
+    stream = make_rounder(specs={name: STOCHASTIC}, tokens=16, segment=16, stride=64).stream(name)
+    rows, columns = (stream.row_segment, stream.row_stride), (stream.column_segment, stream.column_stride)
+    assert rows == ((16, 64) if name == "fprop.x" else (0, 0))
+    assert columns == ((16, 64) if name == "wgrad.x" else (0, 0))
+
+
+def test_slices_of_the_same_sequences_draw_the_same_signs():
+    specs = {"wgrad.x": replace(STOCHASTIC, hadamard_size=16, hadamard_signs=HadamardSigns.per_call)}
+    masks = [make_rounder(specs=specs, tokens=128).sign_mask("wgrad.x")]
+    masks += [
+        make_rounder(specs=specs, tokens=128 + start, segment=16, stride=32).sign_mask("wgrad.x") for start in (0, 16)
+    ]
+    assert len(set(masks)) == 1
+    assert make_rounder(specs=specs, tokens=192).sign_mask("wgrad.x") != masks[0]
 
 
 @pytest.mark.parametrize("name", ["dgrad.dy", "wgrad.dy"])

@@ -19,7 +19,7 @@ def make_rounder(recipe: LinearRecipe | None = None, *, step: int = 0, w: Operan
         seed=0,
         step=step,
         offsets={"tokens": 0, "inputs": 0, "outputs": 0},
-        reduce_amax=lambda amax: amax,
+        reduce_amax=lambda _, amax: amax,
         record=lambda name, amax: None,
     )
 

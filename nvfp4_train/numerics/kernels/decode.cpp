@@ -1,6 +1,6 @@
 // From codes and scales back to numbers, the reference GEMM, and the tables of the formats. Called through ctypes.
 
-#include "formats.h"
+#include "lanes.h"
 
 namespace {
 
@@ -95,12 +95,12 @@ void nvfp4_round_nearest(const float* scaled, int64_t pairs, uint8_t* packed) {
                                code_of<E2M1>(round_nearest<E2M1>(scaled[2 * pair + 1])) << 4);
 }
 
-void nvfp4_random_bytes(uint64_t key, int64_t row_offset, int64_t column_offset, int64_t rows, int64_t columns,
-                        uint8_t* out) {
-    for (int64_t row = 0; row < rows; ++row)
-        for (int64_t column = 0; column < columns; column += kRowChunk)
-            random_row(row_key(key, uint64_t(row_offset + row)), uint32_t((column_offset + column) / 4),
-                       int(std::min<int64_t>(kRowChunk, columns - column)), out + row * columns + column);
+// The bytes that `job` draws for its rows and columns.
+void nvfp4_random_bytes(const Job* job, uint8_t* out) {
+    for (int64_t row = 0; row < job->rows; ++row)
+        for (int64_t column = 0; column < job->columns; column += kRowChunk)
+            random_row(*job, row_key(*job, row), column, int(std::min<int64_t>(kRowChunk, job->columns - column)),
+                       out + row * job->columns + column);
 }
 
 void nvfp4_e2m1_values(float* out) {

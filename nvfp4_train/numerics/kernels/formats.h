@@ -105,15 +105,6 @@ inline uint32_t random_word(uint32_t word, uint32_t low, uint32_t high) {
     return state ^ (state >> 16);
 }
 
-// One byte per column; little-endian, so byte 0 of a word belongs to its first column.
-inline void random_row(RowKey key, uint32_t first_word, int columns, uint8_t* bytes) {
-    uint32_t words[kRowChunk / 4];
-    const int count = (columns + 3) / 4;
-#pragma omp simd
-    for (int lane = 0; lane < count; ++lane) words[lane] = random_word(first_word + uint32_t(lane), key.low, key.high);
-    std::memcpy(bytes, words, size_t(columns));
-}
-
 // ---------------------------------------------------------------------------------------------------------------- elements
 
 // Element formats. `kSmallest` is the fp32 exponent field of the smallest normal number, below which the spacing stays.

@@ -16,7 +16,8 @@ struct Job {
     int64_t rows, columns, stride;
     int64_t amax_stride;  // from one row of the quantized matrix to the next
     uint64_t key;
-    int64_t row_offset, column_offset;  // of the quantized matrix
+    int64_t row_offset, row_segment, row_stride;           // where the random words of the quantized matrix come from:
+    int64_t column_offset, column_segment, column_stride;  // see RandomStream; a segment of 0 has no end
     uint64_t signs[2];                  // of the Hadamard transform
     float largest_product;              // what amax is mapped to
     float smallest_amax;                // below it, amax counts as this
@@ -52,6 +53,35 @@ void for_each_region(const Job& job, RegionSize size, Function function) {
         const int64_t row = unit / strips * size.rows, column = unit % strips * width;
         function(Region{row, std::min(job.rows, row + size.rows), column, std::min(job.columns, column + width)});
     }
+}
+
+inline int64_t global_index(int64_t local, int64_t offset, int64_t segment, int64_t stride) {
+    return segment == 0 ? offset + local : offset + local / segment * stride + local % segment;
+}
+
+inline RowKey row_key(const Job& job, int64_t row) {
+    return row_key(job.key, uint64_t(global_index(row, job.row_offset, job.row_segment, job.row_stride)));
+}
+
+// Of the word that holds the byte of a column.
+inline uint32_t word_index(const Job& job, int64_t column) {
+    return uint32_t(global_index(column, job.column_offset, job.column_segment, job.column_stride) / 4);
+}
+
+// The bytes of up to kRowChunk columns, little-endian: byte 0 of a word belongs to its first column.
+inline void random_row(const Job& job, RowKey key, int64_t column, int columns, uint8_t* bytes) {
+    uint32_t words[kRowChunk / 4];
+    const int64_t segment = job.column_segment == 0 ? INT64_MAX : job.column_segment;
+    for (int done = 0; done < columns;) {
+        const int64_t here = column + done;
+        const int count = int(std::min<int64_t>(columns - done, segment - here % segment));
+        const uint32_t first = word_index(job, here);
+#pragma omp simd
+        for (int lane = 0; lane < (count + 3) / 4; ++lane)
+            words[done / 4 + lane] = random_word(first + uint32_t(lane), key.low, key.high);
+        done += count;
+    }
+    std::memcpy(bytes, words, size_t(columns));
 }
 
 inline Factors outer_factors(const Job& job, int64_t row, int64_t column) {

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nvfp4_train.numerics.kernels.loader import library
+from nvfp4_train.numerics.random import RandomStream
 from nvfp4_train.numerics.spec import CHUNK, FP8_FORMATS, Format, GlobalScale, OperandSpec, Rounding, ScaleRule
 
 _E4M3_FORMATS = (Format.mxfp8_e4m3, Format.fp8_e4m3)
@@ -26,6 +27,10 @@ _pointer = ctypes.c_void_p
 _int64 = ctypes.c_int64
 
 
+# Of a RandomStream and of the structures here, in this order.
+STREAM_PLACES = ("row_offset", "row_segment", "row_stride", "column_offset", "column_segment", "column_stride")
+
+
 class Job(ctypes.Structure):
     """Mirror of `struct Job` in lanes.h."""
 
@@ -33,7 +38,7 @@ class Job(ctypes.Structure):
         *((name, _pointer) for name in ("x", "amax", "codes", "scales", "operand")),
         *((name, _int64) for name in ("rows", "columns", "stride", "amax_stride")),
         ("key", ctypes.c_uint64),
-        *((name, _int64) for name in ("row_offset", "column_offset")),
+        *((name, _int64) for name in STREAM_PLACES),
         ("signs", ctypes.c_uint64 * 2),
         *((name, ctypes.c_float) for name in ("largest_product", "smallest_amax", "reciprocal")),
         *(
@@ -64,8 +69,12 @@ class Settings:
         signs_low: Bits of the transform's signs.
         signs_high: More of them.
         key: Of the random stream; like all 64-bit integers here, signed.
-        row_offset: Of the random stream.
-        column_offset: Of the random stream.
+        row_offset: Of the random stream, as what follows.
+        row_segment: Rows in a row; 0 is all.
+        row_stride: From one segment to the next.
+        column_offset: Of the columns, as above.
+        column_segment: Of the columns.
+        column_stride: Of the columns.
     """
 
     column: int
@@ -82,7 +91,11 @@ class Settings:
     signs_high: int
     key: int
     row_offset: int
+    row_segment: int
+    row_stride: int
     column_offset: int
+    column_segment: int
+    column_stride: int
 
     @property
     def is_packed(self) -> bool:
@@ -128,9 +141,10 @@ class Settings:
 
 
 def settings_of(
-    spec: OperandSpec, *, column: bool, sign_mask: int = 0, key: int = 0, offsets: tuple[int, int] = (0, 0)
+    spec: OperandSpec, *, column: bool, sign_mask: int = 0, stream: RandomStream | None = None
 ) -> list[int]:
     """Return the settings of one call as a list, the form that custom ops take."""
+    stream = stream or RandomStream(0)
     return [  # the fields of Settings, in order
         int(column),
         1 if spec.format in _E4M3_FORMATS else 2 if spec.format in _E5M2_FORMATS else 0,
@@ -144,8 +158,8 @@ def settings_of(
         spec.block_scale_max,
         _signed(sign_mask & (1 << 64) - 1),
         _signed(sign_mask >> 64),
-        _signed(key),
-        *offsets,
+        _signed(stream.key),
+        *(getattr(stream, name) for name in STREAM_PLACES),
     ]
 
 
@@ -348,11 +362,11 @@ def round_nearest_even(scaled: Tensor) -> Tensor:
     return packed
 
 
-def random_bytes(key: int, row_offset: int, column_offset: int, *, rows: int, columns: int) -> Tensor:
+def random_bytes(stream: RandomStream, rows: int, columns: int) -> Tensor:
     """Bytes of a random stream, uint8 [rows, columns]."""
     out = torch.empty(rows, columns, dtype=torch.uint8)
-    offsets = (_int64(row_offset), _int64(column_offset))
-    library().nvfp4_random_bytes(ctypes.c_uint64(key), *offsets, _int64(rows), _int64(columns), _address(out))
+    job = Job(key=stream.key, rows=rows, columns=columns, **{name: getattr(stream, name) for name in STREAM_PLACES})
+    library().nvfp4_random_bytes(ctypes.byref(job), _address(out))
     return out
 
 
@@ -402,7 +416,8 @@ def _shape_of_amax(rows: int, columns: int, settings: Settings) -> tuple[int, ..
 
 def _job(x: Tensor, settings: Settings, amax: Tensor | None = None) -> Job:
     job = Job(x=x.data_ptr(), rows=x.shape[0], columns=x.shape[1], stride=x.stride(0), key=_unsigned(settings.key))
-    job.row_offset, job.column_offset = settings.row_offset, settings.column_offset
+    for name in STREAM_PLACES:
+        setattr(job, name, getattr(settings, name))
     job.signs[0], job.signs[1] = _unsigned(settings.signs_low), _unsigned(settings.signs_high)
     if amax is not None:
         job.amax, job.amax_stride = amax.data_ptr(), amax.stride(0)

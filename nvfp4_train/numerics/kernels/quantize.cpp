@@ -123,8 +123,7 @@ void quantize_rows(const Job& job, int64_t row, int height, int64_t column, int 
     for (int line = 0; line < height; ++line) {
         const int64_t here = (row + line) * job.columns + column;
         if (kStochastic) {
-            const RowKey key = row_key(job.key, uint64_t(job.row_offset + row + line));
-            random_row(key, uint32_t((job.column_offset + column) / 4), columns, bytes);
+            random_row(job, row_key(job, row + line), column, columns, bytes);
 #pragma omp simd
             for (int lane = 0; lane < columns; ++lane) words[lane] = bytes[lane];
         }
@@ -180,7 +179,7 @@ void quantize_lanes(const Job& job, const float (*v)[kLanes], const RowKey* keys
     block_scales<Element>(job, kLanes, b);
     if (kStochastic)
         for (int part = 0; part < kWidth / 4; ++part) {
-            const uint32_t word = uint32_t((job.column_offset + row) / 4 + part);
+            const uint32_t word = word_index(job, row + 4 * part);
 #pragma omp simd
             for (int lane = 0; lane < kLanes; ++lane) words[part][lane] = random_word(word, keys[lane].low, keys[lane].high);
         }
@@ -213,7 +212,7 @@ void quantize_strip(const Job& job, int64_t first, int64_t last, int64_t column,
     Blocks<kLanes> b;
     RowKey keys[kLanes] = {};
     if (kStochastic)
-        for (int lane = 0; lane < lanes; ++lane) keys[lane] = row_key(job.key, uint64_t(job.row_offset + column + lane));
+        for (int lane = 0; lane < lanes; ++lane) keys[lane] = row_key(job, column + lane);
     for (int64_t row = first; row < last; row += height) {
         if (job.outer != kNoAmax && (row == first || (job.outer == kChunkScale && row % kChunk == 0)))
             lane_factors(job, row, column, lanes, b);
