@@ -16,6 +16,7 @@ from nvfp4_train.config.logging import LoggingConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.pipeline import pipeline_problems
 from nvfp4_train.config.problem import Problem, Rule, findings, require, violations
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
@@ -88,7 +89,7 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
         Rule("resume", lambda: bool(cfg.resume), "must be auto, never or a path", "resume=auto"),
     ]
     rules += [*_data_rank_rules(cfg), *(_width_rule(cfg, width) for width in WIDTHS), _tokens_rule(cfg)]
-    return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems)]
+    return [*violations(cfg, *rules), *findings(cfg, _phase_problems, _token_id_problems, pipeline_problems)]
 
 
 def _tokenizer_vocab_size(data: DataConfig) -> int:

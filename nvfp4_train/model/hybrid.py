@@ -78,10 +78,21 @@ class HybridLM(nn.Module):
             counted labels. Multi-token prediction and the routers' penalties add to its gradient, not to its value.
         """
         documents = locate_documents(document_ids, position_ids)
-        embedded = self.embedding(tokens).to(self.compute_dtype)
-        stream = embedded.to(torch.promote_types(embedded.dtype, torch.float32)) if self.cfg.residual_fp32 else embedded
+        embedded = self._embed(tokens)
         penalties: list[Tensor] = []
-        stream = run_blocks(self.blocks, stream, documents, penalties=penalties)
+        stream = run_blocks(self.blocks.children(), self._to_stream(embedded), documents, penalties=penalties)
+        return self._finish(stream, embedded, labels, documents=documents, penalties=penalties)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens).to(self.compute_dtype)
+
+    def _to_stream(self, embedded: Tensor) -> Tensor:
+        return embedded.to(stream_dtype(self.cfg, embedded.dtype))
+
+    def _finish(
+        self, stream: Tensor, embedded: Tensor, labels: Tensor | None, *, documents: Documents, penalties: list[Tensor]
+    ) -> Tensor:
+        """Return logits or the loss, see `forward`; ``embedded`` is read by multi-token prediction only."""
         h = self.final_norm(stream).to(self.compute_dtype)
         if labels is None:
             return self._head(h)
@@ -119,6 +130,11 @@ class HybridLM(nn.Module):
         if self.lm_head is None:
             return F.linear(h, self.embedding.weight.to(h.dtype))
         return self.lm_head(h)
+
+
+def stream_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the residual stream."""
+    return torch.promote_types(compute_dtype, torch.float32) if cfg.residual_fp32 else compute_dtype
 
 
 def build_model(cfg: ModelConfig) -> HybridLM:

@@ -8,6 +8,7 @@ from nvfp4_train.config.engine import TorchEngineConfig
 from nvfp4_train.config.model import MambaConfig, ModelConfig, NormGroup
 from nvfp4_train.config.optimizer import AdamWConfig, WeightDecayShape
 from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig
+from nvfp4_train.config.pipeline import PipelineSchedule
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
 
@@ -69,6 +70,8 @@ def parallel_layout(
     replicate: int = 1,
     shard: int = -1,
     pp: int = 1,
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
@@ -77,6 +80,8 @@ def parallel_layout(
 ) -> ParallelConfig:
     return ParallelConfig(
         pp_degree=pp,
+        pipeline_schedule=PipelineSchedule[schedule],
+        stages_per_rank=stages_per_rank,
         dp_replicate_degree=replicate,
         dp_shard_degree=shard,
         cp_degree=cp,
