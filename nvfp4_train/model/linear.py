@@ -1,10 +1,15 @@
 """The Linears that every GEMM of the model goes through."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# Takes, in backward, the weight that the forward saw and what computes its gradient, to do so later.
+DeferGradient = Callable[[Tensor, Callable[[], Tensor]], None]
 
 
 class Linear(nn.Linear):
@@ -58,29 +63,40 @@ class GroupedLinear(nn.Module):
         return f"{self.num_experts} x ({self.in_features} -> {self.out_features})"
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, defer: DeferGradient | None = None) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for every token i of every expert e; see ``GroupedLinear``.
 
-    The gradient of ``weight`` is FP32 for FP32 and BF16 weights.
+    The gradient of ``weight`` is FP32 for FP32 and BF16 weights; with ``defer`` the backward leaves it to that.
     """
     if weight.requires_grad and weight.dtype is torch.bfloat16:  # as FSDP2 hands it out
         weight.grad_dtype = torch.float32
-    return _GroupedLinear.apply(x, weight, ends)
+    return _GroupedLinear.apply(x, weight, ends, defer)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, defer: DeferGradient | None) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
+        ctx.defer = defer
         return _grouped_mm(x, weight.to(x.dtype).mT, ends)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, ends = ctx.saved_tensors
         grad_y = grad_y.contiguous()
         grad_x = _grouped_mm(grad_y, weight.to(x.dtype), ends) if ctx.needs_input_grad[0] else None
-        grad_weight = _grouped_outer(grad_y, x, ends) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = now_or_later(partial(_grouped_outer, grad_y, x, ends), weight, defer=ctx.defer)
+        return grad_x, grad_weight, None, None
+
+
+def now_or_later(compute: Callable[[], Tensor], weight: Tensor, *, defer: DeferGradient | None) -> Tensor | None:
+    """Return the gradient of ``weight``, or leave it to ``defer`` and return none."""
+    if defer is None:
+        return compute()
+    defer(weight, compute)
+    return None
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
-from nvfp4_train.model.linear import GroupedLinear, grouped_linear
+from nvfp4_train.model.linear import DeferGradient, GroupedLinear, grouped_linear, now_or_later
 from nvfp4_train.numerics.spec import Format
 from nvfp4_train.precision.linear import LinearPrecision, history_of, keep_amax
 from nvfp4_train.precision.linear_rows import LinearCall, Saved
@@ -35,6 +35,7 @@ class QuantizedExperts(GroupedLinear):
         position: Shared by all quantized modules of a model.
         reduce_amax: Makes ranks that hold parts of one operand of an expert agree on its amax, see QuantizedLinear;
             called for experts that have tokens.
+        defer_gradient: Takes the gradient of the weight in a backward, to compute it later; None: at once.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax over experts, fp32 [1], of each quantized operand in the newest step, by name.
         amax_history: Maxima of older steps over all experts, for the operands that scale by them.
@@ -50,6 +51,7 @@ class QuantizedExperts(GroupedLinear):
         self.precision = precision
         self.position = position
         self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
+        self.defer_gradient: DeferGradient | None = None
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self.amax_history = history_of(precision.recipe)
@@ -70,7 +72,7 @@ class QuantizedExperts(GroupedLinear):
         """
         recipe = self.precision.high_precision if self.position.high_precision else self.precision.recipe
         if not recipe.is_quantized and _is_cast_to(recipe, x.dtype):
-            return grouped_linear(x, self.weight, ends)
+            return grouped_linear(x, self.weight, ends, defer=self.defer_gradient)
         if self.weight.requires_grad and self.weight.dtype is not torch.float32:
             self.weight.grad_dtype = torch.float32  # as in QuantizedLinear
         bounds = [0, *ends.tolist()]
@@ -84,6 +86,7 @@ class QuantizedExperts(GroupedLinear):
             weights=self._expert_weights(),
             bounds=bounds,
             multiple=recipe.token_multiple,
+            defer=self.defer_gradient,
         )
         if torch.is_grad_enabled():
             self.saved_bytes = 0
@@ -160,12 +163,14 @@ class ExpertsCall:
         weights: [out_features, in_features] of every expert.
         bounds: Where each expert's tokens start, and the end of the last.
         multiple: What the number of rows of an operand must be a multiple of.
+        defer: Takes the gradient of all weights together, to compute it later; None: at once.
     """
 
     linears: dict[int, LinearCall]
     weights: tuple[Tensor, ...]
     bounds: list[int]
     multiple: int
+    defer: DeferGradient | None = None
 
     def rows(self, expert: int) -> slice:
         """Return the rows of an expert's tokens."""
@@ -197,7 +202,7 @@ class ExpertsFunction(torch.autograd.Function):
             if needs_dx or needs_dw:
                 linear.record_saved(saved.num_input_bytes(own))
             kept.append(saved)
-        ctx.call, ctx.x_dtype, ctx.weight_shape = call, x.dtype, weight.shape
+        ctx.call, ctx.x_dtype, ctx.weight = call, x.dtype, weight
         ctx.save_for_backward(*(tensor for saved in kept for tensor in saved.tensors))
         ctx.saved = [(saved.without_tensors(), len(saved.tensors)) for saved in kept]
         return y
@@ -205,15 +210,14 @@ class ExpertsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return dx in the dtype of x and dw in FP32, each only if it is needed."""
+        """Return dx in the dtype of x and dw in FP32, each only if it is needed, and dw only if it is not deferred."""
         call: ExpertsCall = ctx.call
         tensors = iter(ctx.saved_tensors)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        num_experts, out_features, in_features = ctx.weight_shape
-        dx = dy.new_empty(len(dy), in_features, dtype=ctx.x_dtype) if needs_dx else None
-        dw = dy.new_zeros(num_experts, out_features, in_features, dtype=torch.float32) if needs_dw else None
+        dx = dy.new_empty(len(dy), ctx.weight.shape[2], dtype=ctx.x_dtype) if needs_dx else None
+        wgrads: dict[int, Callable[[], Tensor]] = {}
         for (expert, linear), (saved, count) in zip(call.linears.items(), ctx.saved, strict=True):
-            own_dx, own_dw = linear.backward(
+            own_dx, wgrads[expert] = linear.backward(
                 call.padded(dy, expert),
                 saved.with_tensors(tuple(next(tensors) for _ in range(count))),
                 needs_dx=needs_dx,
@@ -222,9 +226,16 @@ class ExpertsFunction(torch.autograd.Function):
             )
             if dx is not None and own_dx is not None:
                 dx[call.rows(expert)] = own_dx[: call.num_tokens(expert)]
-            if dw is not None and own_dw is not None:
-                dw[expert] = own_dw
-        return dx, dw, None
+        compute = partial(_stacked, wgrads, shape=ctx.weight.shape, device=dy.device)
+        return dx, now_or_later(compute, ctx.weight, defer=call.defer) if needs_dw else None, None
+
+
+def _stacked(wgrads: dict[int, Callable[[], Tensor]], *, shape: torch.Size, device: torch.device) -> Tensor:
+    """Return the gradient of all weights, FP32, with zeros for experts without tokens."""
+    dw = torch.zeros(shape, dtype=torch.float32, device=device)
+    for expert, compute in wgrads.items():
+        dw[expert] = compute()
+    return dw
 
 
 def _is_cast_to(recipe: LinearRecipe, dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
+from nvfp4_train.model.linear import DeferGradient, now_or_later
 from nvfp4_train.numerics.spec import GemmMode
 from nvfp4_train.precision.amax_history import AmaxHistory
 from nvfp4_train.precision.linear_rows import LinearCall
@@ -58,6 +59,7 @@ class QuantizedLinear(nn.Linear):
             and fp32 [1] or [R] to the same shape.
         row_offset: Global index of the first output feature held here.
         column_offset: Global index of the first input feature held here.
+        defer_gradient: Takes the gradient of the weight in a backward, to compute it later; None: at once.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax, fp32 [1], of each quantized operand in the newest step, by name; filled without a sync.
             Formats that need none (mx) leave none.
@@ -80,6 +82,7 @@ class QuantizedLinear(nn.Linear):
         self.reduce_amax: Callable[[str, Tensor], Tensor] = keep_amax
         self.row_offset = 0
         self.column_offset = 0
+        self.defer_gradient: DeferGradient | None = None
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self._amax_step: dict[str, int] = {}
@@ -131,6 +134,7 @@ class QuantizedLinear(nn.Linear):
             weight_version=self.position.weight_version,
             has_backward=torch.is_grad_enabled(),
             record_saved=self._record_saved,
+            defer=self.defer_gradient,
         )
         y: Tensor = LinearFunction.apply(tokens, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -193,6 +197,7 @@ class LinearFunction(torch.autograd.Function):
         if bias is not None:
             y += bias.to(y.dtype)
         ctx.call = call
+        ctx.weight = None if call.defer is None else weight
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(*saved.tensors)
         ctx.saved = saved.without_tensors()
@@ -203,11 +208,15 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed."""
+        """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed.
+
+        Without dw where that is deferred: the pass of a pipeline that computes gradients of inputs has no use for it.
+        """
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
         saved = ctx.saved.with_tensors(ctx.saved_tensors)
-        dx, dw = ctx.call.backward(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
+        dx, wgrad = ctx.call.backward(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
+        dw = now_or_later(wgrad, ctx.weight, defer=ctx.call.defer) if needs_dw else None
         dbias = dy.sum(dim=0, dtype=torch.float32) if needs_dbias else None
         return dx, dw, dbias, None
 
