@@ -12,10 +12,14 @@ from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.engine.base import Engine
 from nvfp4_train.engine.torch_engine import TorchEngine
 from nvfp4_train.model.hybrid import HybridLM, build_model
+from nvfp4_train.model.part import ModelPart
 from nvfp4_train.optim.build import build_optimizer
 from nvfp4_train.parallel.apply import parallelize
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
+from nvfp4_train.parallel.pipeline import PipelineRunner, take_parts
+from nvfp4_train.parallel.runner import Runner, WholeModelRunner
+from nvfp4_train.parallel.stages import plan_stages
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import PrecisionPlan
 
@@ -54,25 +58,51 @@ def build_engine(
     parallel_cfg: ParallelConfig,
     engine_cfg: EngineConfig,
     optimizer_cfg: OptimizerConfig,
+    sequence_length: int,
 ) -> Engine:
-    """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it."""
+    """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it.
+
+    Args:
+        prepared: From `prepare_model`.
+        mesh: Of all ranks.
+        parallel_cfg: How the model is spread.
+        engine_cfg: Which engine, and its choices.
+        optimizer_cfg: Which optimizer.
+        sequence_length: Tokens of a sequence, by which pipeline stages are balanced.
+    """
     match engine_cfg:
         case TorchEngineConfig():
-            model = prepared.model
-            parallelize(
-                model,
-                mesh=mesh,
-                parallel_cfg=parallel_cfg,
-                engine_cfg=engine_cfg,
-                compute_dtype=model.compute_dtype,
-            )
-            materialize(model, mesh=mesh, seed=prepared.seed)
+            plans = plan_stages(prepared.model, parallel_cfg, sequence_length=sequence_length)
+            model, stages = prepared.model, [prepared.model]
+            if len(plans) > 1:
+                model, stages = take_parts(prepared.model, plans, rank=mesh.rank("pp"))
+            for stage in stages:
+                parallelize(
+                    stage,
+                    mesh=mesh,
+                    parallel_cfg=parallel_cfg,
+                    engine_cfg=engine_cfg,
+                    compute_dtype=model.compute_dtype,
+                    position=prepared.plan.position,
+                )
+            materialize(model, mesh=mesh, seed=prepared.seed, stages=stages)
+            keeps_gathered = not engine_cfg.reshard_after_forward
+            runner: Runner = WholeModelRunner(model, keeps_gathered=keeps_gathered)
+            if isinstance(model, ModelPart):
+                runner = PipelineRunner(
+                    model,
+                    stages,
+                    plans=plans,
+                    mesh=mesh,
+                    schedule=parallel_cfg.pipeline_schedule,
+                    keeps_gathered=keeps_gathered,
+                )
             return TorchEngine(
                 model,
+                runner=runner,
                 optimizer=build_optimizer(model, optimizer_cfg),
                 mesh=mesh,
                 plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
-                keeps_weights_gathered=not engine_cfg.reshard_after_forward,
             )
     raise AssertionError(f"no engine for {type(engine_cfg).__name__}")

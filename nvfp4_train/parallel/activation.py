@@ -1,5 +1,6 @@
 """Activation checkpointing: recompute in backward what forward does not keep."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.precision.position import RoundingPosition
 
 # Matrix products, attention included: most of the work, and results no larger than their inputs.
 KEPT_OPERATIONS = frozenset(
@@ -39,15 +41,16 @@ SAC_IGNORED_OPS.update(
 )
 
 
-def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint) -> None:
+def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint, *, position: RoundingPosition) -> None:
     """Make every residual block of `model` keep less between forward and backward, in place.
 
-    Results are bitwise the same: what is recomputed is computed by the same operations from the same inputs. A backward
-    must therefore run before the position of the model's quantized modules moves on, as it does in the engines.
+    Results are bitwise the same: what is recomputed is computed by the same operations from the same inputs, at the
+    same position. In a pipeline that has moved on to other microbatches in between.
 
     Args:
         model: Before it is sharded; names of parameters do not change.
         mode: What to keep.
+        position: Of the model's quantized modules.
     """
     if mode is ActivationCheckpoint.none:
         return
@@ -55,7 +58,27 @@ def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint) -> None:
     if mode is ActivationCheckpoint.selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     for block in model.all_blocks():
-        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        block.forward = _Checkpointed(block.forward, position, options)  # type: ignore[method-assign]
+
+
+class _Checkpointed:
+    """A forward that is computed again in backward, at the position of its first time."""
+
+    def __init__(self, forward: Callable[..., Any], position: RoundingPosition, options: dict[str, Any]) -> None:
+        self._forward = forward
+        self._position = position
+        self._options = options
+
+    def __call__(self, *inputs: Any) -> Any:
+        return checkpoint(self._run_at, self._position.snapshot(), *inputs, **self._options)
+
+    def _run_at(self, snapshot: dict[str, int | bool], *inputs: Any) -> Any:
+        present = self._position.snapshot()
+        self._position.restore(snapshot)
+        try:
+            return self._forward(*inputs)
+        finally:
+            self._position.restore(present)
 
 
 def _keep_products(ctx: Any, operation: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
