@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from nvfp4_train.checkpoint.error import CheckpointError, damaged
 from nvfp4_train.checkpoint.folder import CheckpointInfo, read_info
-from nvfp4_train.checkpoint.ranks import has_ranks
+from nvfp4_train.checkpoint.ranks import gather_from_ranks, has_ranks
 from nvfp4_train.checkpoint.state import State
 
 NAMES_SHOWN = 5
@@ -40,7 +40,7 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
         saved = reader.read_metadata()
     except UNREADABLE as error:
         raise damaged(path, error) from error
-    _check_same_tensors(path, saved, _flatten(state))
+    _check_same_tensors(path, saved, _shapes_on_all_ranks(state))
     try:
         dcp.load(state, storage_reader=reader, no_dist=not has_ranks())
     except CheckpointException as error:
@@ -48,16 +48,16 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
     return info
 
 
-def _check_same_tensors(path: Path, saved: Metadata, wanted: dict[str, Tensor]) -> None:
+def _check_same_tensors(path: Path, saved: Metadata, wanted: dict[str, torch.Size]) -> None:
     """Compare names and shapes before anything is overwritten."""
     stored = saved.state_dict_metadata
     complaints = {
         "not in the checkpoint": sorted(set(wanted) - set(stored)),
         "only in the checkpoint": sorted(set(stored) - set(wanted)),
         "of another shape": [
-            f"{name} (saved {tuple(entry.size)}, here {tuple(wanted[name].shape)})"
+            f"{name} (saved {tuple(entry.size)}, here {tuple(wanted[name])})"
             for name, entry in stored.items()
-            if name in wanted and isinstance(entry, TensorStorageMetadata) and entry.size != wanted[name].shape
+            if name in wanted and isinstance(entry, TensorStorageMetadata) and entry.size != wanted[name]
         ],
     }
     lines = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
@@ -65,12 +65,16 @@ def _check_same_tensors(path: Path, saved: Metadata, wanted: dict[str, Tensor]) 
         raise CheckpointError(f"{path} is of another model or optimizer. Tensors " + "; ".join(lines))
 
 
-def _flatten(state: State) -> dict[str, Tensor]:
-    """Name tensors as the storage does: keys joined by dots."""
-    named = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+def _shapes_on_all_ranks(state: State) -> dict[str, torch.Size]:
+    """Return the shape of each tensor by its name in the storage: keys joined by dots.
+
+    The ranks of a pipeline hold different ones, and together all.
+    """
+    named: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for name, tensors in state["optimizer"].items():
         named |= {f"optimizer.{name}.{key}": tensor for key, tensor in tensors.items()}
-    return named
+    own = {name: tensor.shape for name, tensor in named.items()}
+    return {name: shape for shapes in gather_from_ranks(own) for name, shape in shapes.items()}
 
 
 def _some(names: list[str]) -> str:

@@ -83,7 +83,6 @@ def build_engine(
                     parallel_cfg=parallel_cfg,
                     engine_cfg=engine_cfg,
                     compute_dtype=model.compute_dtype,
-                    position=prepared.plan.position,
                 )
             materialize(model, mesh=mesh, seed=prepared.seed, stages=stages)
             keeps_gathered = not engine_cfg.reshard_after_forward

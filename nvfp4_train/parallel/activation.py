@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.precision.monitor import position_of
 from nvfp4_train.precision.position import RoundingPosition
 
 # Matrix products, attention included: most of the work, and results no larger than their inputs.
@@ -41,7 +42,7 @@ SAC_IGNORED_OPS.update(
 )
 
 
-def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint, *, position: RoundingPosition) -> None:
+def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint) -> None:
     """Make every residual block of `model` keep less between forward and backward, in place.
 
     Results are bitwise the same: what is recomputed is computed by the same operations from the same inputs, at the
@@ -50,13 +51,13 @@ def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint, *, posit
     Args:
         model: Before it is sharded; names of parameters do not change.
         mode: What to keep.
-        position: Of the model's quantized modules.
     """
     if mode is ActivationCheckpoint.none:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode is ActivationCheckpoint.selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    position = position_of(model)
     for block in model.all_blocks():
         block.forward = _Checkpointed(block.forward, position, options)  # type: ignore[method-assign]
 
@@ -64,21 +65,25 @@ def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint, *, posit
 class _Checkpointed:
     """A forward that is computed again in backward, at the position of its first time."""
 
-    def __init__(self, forward: Callable[..., Any], position: RoundingPosition, options: dict[str, Any]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], position: RoundingPosition | None, options: dict[str, Any]
+    ) -> None:
         self._forward = forward
         self._position = position
         self._options = options
 
     def __call__(self, *inputs: Any) -> Any:
-        return checkpoint(self._run_at, self._position.snapshot(), *inputs, **self._options)
+        if self._position is None:
+            return checkpoint(self._forward, *inputs, **self._options)
+        return checkpoint(self._run_at, self._position, self._position.snapshot(), *inputs, **self._options)
 
-    def _run_at(self, snapshot: dict[str, int | bool], *inputs: Any) -> Any:
-        present = self._position.snapshot()
-        self._position.restore(snapshot)
+    def _run_at(self, position: RoundingPosition, snapshot: dict[str, int | bool], *inputs: Any) -> Any:
+        present = position.snapshot()
+        position.restore(snapshot)
         try:
             return self._forward(*inputs)
         finally:
-            self._position.restore(present)
+            position.restore(present)
 
 
 def _keep_products(ctx: Any, operation: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001

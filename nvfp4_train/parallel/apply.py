@@ -9,7 +9,6 @@ from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.parallel.compile import compile_blocks
 from nvfp4_train.parallel.fsdp import apply_fsdp
 from nvfp4_train.parallel.mesh import Mesh
-from nvfp4_train.precision.position import RoundingPosition
 
 
 def parallelize(
@@ -19,7 +18,6 @@ def parallelize(
     parallel_cfg: ParallelConfig,
     engine_cfg: TorchEngineConfig,
     compute_dtype: torch.dtype,
-    position: RoundingPosition,
 ) -> None:
     """Change `model` in place, after the precision pass and before it is materialized.
 
@@ -29,11 +27,10 @@ def parallelize(
         parallel_cfg: What a rank recomputes and compiles.
         engine_cfg: How the engine trades memory for communication.
         compute_dtype: Dtype of activations, and of the weights that Linears see.
-        position: Of its quantized modules.
     """
     if parallel_cfg.compile is Compile.block:
         compile_blocks(model)
-    checkpoint_activations(model, parallel_cfg.activation_checkpoint, position=position)
+    checkpoint_activations(model, parallel_cfg.activation_checkpoint)
     apply_fsdp(
         model,
         mesh=mesh.fsdp_mesh,

@@ -98,6 +98,12 @@ class Mesh:
         """Return the elementwise maximum of `tensor` over the ranks that hold different tokens."""
         return self._reduce_over_tokens(tensor, dist.ReduceOp.MAX)
 
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over all ranks; otherwise as `sum_over_data`."""
+        result = tensor.to(self.device, copy=True)
+        dist.all_reduce(result)
+        return result
+
     def _reduce_over_tokens(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         result = tensor.to(self.device, copy=True)
         if self.tokens["tokens"].size() > 1:

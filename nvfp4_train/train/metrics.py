@@ -39,7 +39,7 @@ def count_labels(batches: list[Batch], *, mesh: Mesh) -> Tensor:
 
 def is_true_on_any_rank(*, flag: bool, mesh: Mesh) -> bool:
     """Return on every rank whether ``flag`` is true on one of them."""
-    return bool(mesh.sum_over_data(torch.tensor(float(flag), device=mesh.device)).item())
+    return bool(mesh.sum_over_ranks(torch.tensor(float(flag), device=mesh.device)).item())
 
 
 def is_finite(tensor: Tensor) -> bool:

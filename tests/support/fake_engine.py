@@ -34,6 +34,8 @@ class FakeMesh:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         return tensor + self.others
 
+    sum_over_ranks = sum_over_data
+
 
 class FakeEngine:
     """Losses count down from 10; ``calls`` lists what happened."""
