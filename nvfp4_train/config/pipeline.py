@@ -66,7 +66,9 @@ def _stage_problems(cfg: "TrainConfig") -> list[Problem]:
     if cfg.parallel.pp_degree <= 1 or pattern_fault(cfg.model.pattern):
         return []
     parallel = cfg.parallel
-    stages = f"{parallel.num_stages} stages (pp_degree {parallel.pp_degree} x stages_per_rank {parallel.stages_per_rank})"
+    stages = (
+        f"{parallel.num_stages} stages (pp_degree {parallel.pp_degree} x stages_per_rank {parallel.stages_per_rank})"
+    )
     segments, num_blocks = cfg.model.layer_pattern.segments, len(cfg.model.layer_kinds)
     rule, fix = "", "lower parallel.pp_degree or parallel.stages_per_rank"
     if len(segments) > 1 and len(segments) != cfg.parallel.num_stages:
@@ -114,9 +116,7 @@ def _microbatch_problems(cfg: "TrainConfig") -> list[Problem]:
     return [problem.below("batch") for problem in found]
 
 
-def step_problems(
-    batch: BatchConfig, *, schedule: PipelineSchedule, pp_degree: int, dp_degree: int
-) -> list[Problem]:
+def step_problems(batch: BatchConfig, *, schedule: PipelineSchedule, pp_degree: int, dp_degree: int) -> list[Problem]:
     """Return what is wrong with the microbatches of the step sizes of a run; sizes that do not divide are left out."""
     unit = max(batch.micro_batch_size * dp_degree, 1)
     problems: dict[str, Problem] = {}

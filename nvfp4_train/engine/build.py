@@ -12,12 +12,11 @@ from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.engine.base import Engine
 from nvfp4_train.engine.torch_engine import TorchEngine
 from nvfp4_train.model.hybrid import HybridLM, build_model
-from nvfp4_train.model.part import ModelPart
 from nvfp4_train.optim.build import build_optimizer
 from nvfp4_train.parallel.apply import parallelize
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
-from nvfp4_train.parallel.pipeline import PipelineRunner, take_parts
+from nvfp4_train.parallel.pipeline import PipelineRunner, RankParts, take_parts
 from nvfp4_train.parallel.runner import Runner, WholeModelRunner
 from nvfp4_train.parallel.stages import plan_stages
 from nvfp4_train.precision.apply import apply_precision
@@ -73,9 +72,9 @@ def build_engine(
     match engine_cfg:
         case TorchEngineConfig():
             plans = plan_stages(prepared.model, parallel_cfg, sequence_length=sequence_length)
-            model, stages = prepared.model, [prepared.model]
-            if len(plans) > 1:
-                model, stages = take_parts(prepared.model, plans, rank=mesh.rank("pp"))
+            parts = take_parts(prepared.model, plans, rank=mesh.rank("pp")) if len(plans) > 1 else None
+            model = prepared.model if parts is None else parts.model
+            stages = [model] if parts is None else parts.stages
             for stage in stages:
                 parallelize(
                     stage,
@@ -85,23 +84,27 @@ def build_engine(
                     compute_dtype=model.compute_dtype,
                 )
             materialize(model, mesh=mesh, seed=prepared.seed, stages=stages)
-            keeps_gathered = not engine_cfg.reshard_after_forward
-            runner: Runner = WholeModelRunner(model, keeps_gathered=keeps_gathered)
-            if isinstance(model, ModelPart):
-                runner = PipelineRunner(
-                    model,
-                    stages,
-                    plans=plans,
-                    mesh=mesh,
-                    schedule=parallel_cfg.pipeline_schedule,
-                    keeps_gathered=keeps_gathered,
-                )
             return TorchEngine(
                 model,
-                runner=runner,
+                runner=build_runner(model, parts, mesh=mesh, parallel_cfg=parallel_cfg, engine_cfg=engine_cfg),
                 optimizer=build_optimizer(model, optimizer_cfg),
                 mesh=mesh,
                 plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
             )
     raise AssertionError(f"no engine for {type(engine_cfg).__name__}")
+
+
+def build_runner(
+    model: HybridLM,
+    parts: RankParts | None,
+    *,
+    mesh: Mesh,
+    parallel_cfg: ParallelConfig,
+    engine_cfg: TorchEngineConfig,
+) -> Runner:
+    """Make what runs forwards and backwards of a model that a rank has whole, or of its stages."""
+    keeps_gathered = not engine_cfg.reshard_after_forward
+    if parts is None:
+        return WholeModelRunner(model, keeps_gathered=keeps_gathered)
+    return PipelineRunner(parts, mesh=mesh, schedule=parallel_cfg.pipeline_schedule, keeps_gathered=keeps_gathered)

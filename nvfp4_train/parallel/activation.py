@@ -59,15 +59,13 @@ def checkpoint_activations(model: HybridLM, mode: ActivationCheckpoint) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     position = position_of(model)
     for block in model.all_blocks():
-        block.forward = _Checkpointed(block.forward, position, options)  # type: ignore[method-assign]
+        block.forward = _Checkpointed(block.forward, position, options)  # type: ignore[method-assign, assignment]
 
 
 class _Checkpointed:
     """A forward that is computed again in backward, at the position of its first time."""
 
-    def __init__(
-        self, forward: Callable[..., Any], position: RoundingPosition | None, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], position: RoundingPosition | None, options: dict[str, Any]) -> None:
         self._forward = forward
         self._position = position
         self._options = options

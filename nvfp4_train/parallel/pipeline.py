@@ -6,6 +6,7 @@ the same graph for them, in which every custom function computes both of its gra
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,10 +52,23 @@ def check_microbatches(batch_cfg: BatchConfig, cfg: ParallelConfig, mesh: Mesh) 
     require([problem.below("batch") for problem in problems])
 
 
-def take_parts(model: HybridLM, plans: Sequence[StagePlan], *, rank: int) -> tuple[ModelPart, list[ModelPart]]:
-    """Return what a rank has of a model: all of it, under the names of the whole, and each of its stages.
+@dataclass(frozen=True, kw_only=True)
+class RankParts:
+    """What one rank has of a model; nothing is copied: all hold modules of the whole.
 
-    Nothing is copied: all hold modules of `model`.
+    Args:
+        model: All of it, under the names of the whole.
+        stages: Each of its stages.
+        plans: Of all stages, those of other ranks included.
+    """
+
+    model: ModelPart
+    stages: list[ModelPart]
+    plans: Sequence[StagePlan]
+
+
+def take_parts(model: HybridLM, plans: Sequence[StagePlan], *, rank: int) -> RankParts:
+    """Return what a rank has of a model.
 
     Args:
         model: Whole, on the meta device.
@@ -62,25 +76,23 @@ def take_parts(model: HybridLM, plans: Sequence[StagePlan], *, rank: int) -> tup
         rank: Place along the axis `pp`.
     """
     own = [plan for plan in plans if plan.rank == rank]
-    parts = [ModelPart(model, blocks=plan.blocks, is_first=plan.is_first, is_last=plan.is_last) for plan in own]
-    if len(parts) == 1:
-        return parts[0], parts
+    stages = [ModelPart(model, blocks=plan.blocks, is_first=plan.is_first, is_last=plan.is_last) for plan in own]
+    if len(stages) == 1:
+        return RankParts(model=stages[0], stages=stages, plans=plans)
     together = ModelPart(
         model,
         blocks=[block for plan in own for block in plan.blocks],
         is_first=any(plan.is_first for plan in own),
         is_last=any(plan.is_last for plan in own),
     )
-    return together, parts
+    return RankParts(model=together, stages=stages, plans=plans)
 
 
 class PipelineRunner:
     """Runs the stages of this rank; see `Runner`.
 
     Args:
-        model: All that this rank has, from `take_parts`.
-        parts: Its stages, after the parallel pass.
-        plans: Of all stages.
+        parts: From `take_parts`, after the parallel pass.
         mesh: Of all ranks.
         schedule: Order of the microbatches.
         keeps_gathered: Whether a microbatch uses the weights that the one before it gathered.
@@ -90,34 +102,30 @@ class PipelineRunner:
 
     def __init__(
         self,
-        model: ModelPart,
-        parts: Sequence[ModelPart],
+        parts: RankParts,
         *,
-        plans: Sequence[StagePlan],
         mesh: Mesh,
         schedule: PipelineSchedule,
         keeps_gathered: bool,
         sequence_shards: int = 1,
     ) -> None:
-        self._model = model
+        self._model = parts.model
         self._mesh = mesh
         self._group = mesh.group("pp")
-        self._owners = [plan.rank for plan in plans]
-        own = [plan for plan in plans if plan.rank == mesh.rank("pp")]
-        self._parts = list(zip(own, parts, strict=True))
+        self._owners = [plan.rank for plan in parts.plans]
+        own = [plan for plan in parts.plans if plan.rank == mesh.rank("pp")]
+        self._stages = list(zip(own, parts.stages, strict=True))
         self._schedule_kind = schedule
         self._keeps_gathered = keeps_gathered
         self._sequence_shards = sequence_shards
-        self._deferred = {
-            plan.index: DeferredGradients(part).take for plan, part in self._parts if schedule in _APART
-        }
+        self._deferred = {plan.index: DeferredGradients(part).take for plan, part in self._stages if schedule in _APART}
         self._running: tuple[tuple[int, torch.Size], list[_Stage], _Schedule] | None = None
         self._denominator = torch.ones(())
 
     def forward_backward(self, batches: Sequence[Batch], denominator: Tensor, *, start: StartMicrobatch) -> Tensor:
         """Run the schedule; see `Runner`. The loss is known on every rank of the pipeline."""
         self._denominator = denominator
-        for _, part in self._parts:
+        for _, part in self._stages:
             prepare_backward(part, is_last=False, keeps_gathered=self._keeps_gathered)
         stages, schedule = self._schedule_for(len(batches), start(batches[0]).tokens.shape)
         for stage in stages:
@@ -125,14 +133,14 @@ class PipelineRunner:
         # Every stage reads its own batches; a target is only what makes the schedule ask for a loss.
         schedule.step(target=torch.zeros(len(batches)), return_outputs=False)
         self._exchange_embedding_gradients()
-        self._model.extra_losses = next((part.extra_losses for plan, part in self._parts if plan.is_last), {})
+        self._model.extra_losses = next((part.extra_losses for plan, part in self._stages if plan.is_last), {})
         return self._share(sum(stage.loss_sum for stage in stages))  # type: ignore[arg-type]
 
     def evaluate(self, batch: Batch, *, start: StartMicrobatch) -> Tensor:
         """Send one microbatch through all stages; see `Runner`."""
         loss_sum = torch.zeros((), device=self._mesh.device)
         values: tuple[Tensor, ...] = ()
-        for plan, part in self._parts:
+        for plan, part in self._stages:
             local = start(batch)
             if not plan.is_first and self._owners[plan.index - 1] != plan.rank:
                 values = self._empty_values(local.tokens.shape)
@@ -157,13 +165,13 @@ class PipelineRunner:
 
     def reshard(self) -> None:
         """Free all gathered weights."""
-        for _, part in self._parts:
+        for _, part in self._stages:
             reshard(part)
 
     def _schedule_for(self, num_microbatches: int, shape: torch.Size) -> tuple[list["_Stage"], _Schedule]:
         """Return stages and schedule for steps of this many microbatches; they change with a batch-size ramp only."""
         if self._running is None or self._running[0] != (num_microbatches, shape):
-            stages = [self._stage(plan, part, shape) for plan, part in self._parts]
+            stages = [self._stage(plan, part, shape) for plan, part in self._stages]
             schedule = _build_schedule(self._schedule_kind, stages, num_microbatches, self._loss)
             self._running = ((num_microbatches, shape), stages, schedule)
         return self._running[1:]
@@ -190,7 +198,7 @@ class PipelineRunner:
             device=self._mesh.device,
         )
 
-    def _loss(self, loss_sum: Tensor, target: Tensor) -> Tensor:  # noqa: ARG002
+    def _loss(self, loss_sum: Tensor, target: Tensor) -> Tensor:
         return loss_sum / self._denominator
 
     def _share(self, loss_sum: Tensor) -> Tensor:
@@ -199,7 +207,7 @@ class PipelineRunner:
         dist.all_reduce(total, group=self._group)
         return total
 
-    def _shared_embedding(self) -> nn.Parameter | None:
+    def _shared_embedding(self) -> Tensor | None:
         """Return the weight that the first and the last stage both have, where this rank has one of them."""
         if not embeds_at_end(self._model.cfg) or self._model.embedding is None:
             return None
@@ -226,7 +234,7 @@ class PipelineRunner:
 
 
 class _Hidden(nn.Module):
-    """Calls a part of a model. PyTorch's stages do not see that it is sharded: they would gather it for a whole step."""
+    """Calls a part of a model without showing that it is sharded: PyTorch would gather all of it for a whole step."""
 
     def __init__(self, part: ModelPart) -> None:
         super().__init__()
@@ -252,8 +260,8 @@ class _Stage(PipelineStage):
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,
-        args: tuple[Any, ...],  # noqa: ARG002
-        kwargs: dict[str, Any] | None = None,  # noqa: ARG002
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,  # noqa: FBT001, FBT002 - the signature is PyTorch's
     ) -> Any:
         """Run the forward of one microbatch, which this stage reads itself."""
@@ -266,11 +274,11 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Exchange gradients with the data ranks; called once, after the last backward of the step."""
         assert grad_scale_factor == 1
-        reduce_gradients(self.submod.part)
+        reduce_gradients(self.submod.get_submodule("part"))
 
 
 def _build_schedule(
-    kind: PipelineSchedule, stages: list[_Stage], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
+    kind: PipelineSchedule, stages: list[Any], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> _Schedule:
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     match kind:

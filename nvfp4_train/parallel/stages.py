@@ -1,6 +1,7 @@
 """Which blocks each pipeline stage has, and which rank has each stage. Needs no ranks, so a plan can ask too."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.pattern import LayerPattern
@@ -122,12 +123,14 @@ def balance(costs: BlockCosts, *, num_stages: int) -> list[range]:
     """
     num_blocks = len(costs.blocks)
     if num_blocks < num_stages:
-        raise ValueError(f"{num_blocks} blocks do not fill {num_stages} pipeline stages; every stage needs at least one")
+        raise ValueError(
+            f"{num_blocks} blocks do not fill {num_stages} pipeline stages; every stage needs at least one"
+        )
     sums = [0.0]
     for cost in costs.blocks:
         sums.append(sums[-1] + cost)
-    # best[end]: the largest cost if the first `end` blocks fill the stages so far; starts[stage][end]: where the last of
-    # those begins.
+    # best[end]: the largest cost if the first `end` blocks fill the stages so far. starts[stage][end]: where the last
+    # of those stages begins.
     best = [costs.before + total for total in sums]
     starts = [[0] * (num_blocks + 1)]
     for stage in range(1, num_stages):
@@ -142,7 +145,7 @@ def balance(costs: BlockCosts, *, num_stages: int) -> list[range]:
     for stage in range(num_stages - 1, 0, -1):
         bounds.append(starts[stage][bounds[-1]])
     bounds = [0, *reversed(bounds)]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(bounds)]
 
 
 def _segments(pattern: LayerPattern, *, num_stages: int) -> list[range]:
@@ -154,7 +157,9 @@ def _segments(pattern: LayerPattern, *, num_stages: int) -> list[range]:
     parts, start = [], 0
     for index, segment in enumerate(pattern.segments):
         if not segment:
-            raise ValueError(f"segment {index} of model.pattern is empty; every pipeline stage needs at least one block")
+            raise ValueError(
+                f"segment {index} of model.pattern is empty; every pipeline stage needs at least one block"
+            )
         parts.append(range(start, start + len(segment)))
         start += len(segment)
     return parts

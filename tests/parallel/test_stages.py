@@ -31,9 +31,7 @@ def test_no_division_has_a_cheaper_most_expensive_stage(seed, num_stages):
     found = balance(costs, num_stages=num_stages)
     assert [index for part in found for index in part] == list(range(7))
     assert all(found)
-    best = min(
-        cost_of(costs, (0, *inner, 7)) for inner in itertools.combinations(range(1, 7), num_stages - 1)
-    )
+    best = min(cost_of(costs, (0, *inner, 7)) for inner in itertools.combinations(range(1, 7), num_stages - 1))
     assert cost_of(costs, (0, *(part.stop for part in found))) == best
 
 
