@@ -57,6 +57,12 @@ class ParallelConfig:
             *positive(self, "pp_degree", "dp_replicate_degree", "cp_degree", "tp_degree", "ep_degree"),
             *positive(self, "stages_per_rank"),
             Rule(
+                "pipeline_schedule",
+                lambda: self.pp_degree > 1 or self.pipeline_schedule is PipelineSchedule["1f1b"],
+                "without a pipeline (pp_degree 1) there is nothing to schedule",
+                "leave it at 1f1b, or raise pp_degree",
+            ),
+            Rule(
                 "stages_per_rank",
                 lambda: not self._stages_fault(),
                 self._stages_fault,

@@ -88,6 +88,7 @@ def describe_every_axis(runtime: Runtime) -> tuple[dict[str, int], dict[str, flo
     mesh = build_mesh(parallel_layout(shard=2, cp=2, tp=2, ep=2), runtime)
     mark = torch.tensor(10.0**runtime.rank)
     sums = {"data": mesh.sum_over_data(mark).item(), "tokens": mesh.sum_over_tokens(mark).item()}
+    assert mesh.sum_over_ranks(mark).item() == 11111111
     assert mesh.max_over_tokens(mark).item() == 10.0 ** (6 + mesh.rank("tp"))
     assert (mesh.fsdp_mesh.shape, mesh.expert_fsdp_mesh.shape) == ((4,), (2,))
     return {axis: mesh.rank(axis) for axis in ("pp", "dp_shard", "cp", "tp", "ep")}, sums
