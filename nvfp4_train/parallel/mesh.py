@@ -28,6 +28,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Axes whose ranks read different sequences.
 DATA_AXES = ("dp_replicate", "dp_shard")
 
+# Axes that parameters are sharded over.
+FSDP_AXES = ("fsdp", "efsdp")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -149,7 +152,10 @@ def build_mesh(cfg: ParallelConfig, runtime: Runtime) -> Mesh:
     root = init_device_mesh(runtime.device.type, (runtime.world_size,), mesh_dim_names=("world",))
 
     def view(**sizes: int) -> Any:
-        return root._unflatten(0, tuple(sizes.values()), tuple(sizes))
+        # A group of one has nothing to send, except those that FSDP gathers over, which must copy. Real ones cost a
+        # few threads each.
+        idle = {axis: "fake" for axis, size in sizes.items() if size == 1 and axis not in FSDP_AXES}
+        return root._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=idle)
 
     return Mesh(
         axes=view(**degrees),

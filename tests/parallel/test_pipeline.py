@@ -19,7 +19,6 @@ from nvfp4_train.engine.base import Engine, Forward
 from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import build_model
 from nvfp4_train.model.router import Router
-from nvfp4_train.parallel.fsdp import fsdp_modules
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.pipeline import check_microbatches, take_parts
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
@@ -178,23 +177,6 @@ def ramp(runtime: Runtime) -> list[float]:
     return losses
 
 
-@contextmanager
-def counted_reductions() -> Iterator[Counter[torch.dtype]]:
-    """Count the reduce-scatters of gradients by dtype."""
-    counts: Counter[torch.dtype] = Counter()
-    original = torch.distributed.reduce_scatter_tensor
-
-    def reduce_scatter(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        counts[output.dtype] += 1
-        return original(output, *args, **kwargs)
-
-    torch.distributed.reduce_scatter_tensor = reduce_scatter  # type: ignore[assignment]
-    try:
-        yield counts
-    finally:
-        torch.distributed.reduce_scatter_tensor = original
-
-
 def sharded_work(runtime: Runtime) -> dict[str, Any]:
     """Sharded stages, and copies of them."""
     found: dict[str, Any] = {}
@@ -206,17 +188,8 @@ def sharded_work(runtime: Runtime) -> dict[str, Any]:
     for name, layout in layouts.items():
         recipe = cast_recipe(ComputeDtype.bf16)
         engine = build_tiny_engine(runtime, recipe, model=hybrid(), parallel=parallel_layout(**layout))
-        with counted_reductions() as reductions:
-            add_gradients(engine, 0)
-        groups = [
-            module
-            for stage in engine._runner._stages
-            for module in fsdp_modules(stage[1])  # type: ignore[attr-defined]
-        ]
-        trained = sum(1 for module in groups if list(module._get_fsdp_state()._fsdp_param_groups))
+        add_gradients(engine, 0)
         found[name] = {
-            "reductions": dict(reductions),
-            "groups": trained,
             "gathered": [key for key, value in engine.model.named_parameters() if not hasattr(value, "placements")],
             "gradients": gradients_of(engine),
             "norm": engine.optimizer_step(lr=1e-3, weight_decay=0.1).item(),
@@ -350,17 +323,14 @@ def test_the_number_of_microbatches_may_change_between_steps(runtime):
 
 @pytest.mark.distributed
 def test_data_ranks_exchange_the_gradients_of_a_stage_once_and_in_fp32(runtime):
+    """Twice would double what was there before, and BF16 would be off by more than this."""
     alone = first_step(runtime, cast_recipe(ComputeDtype.bf16), hybrid())
-    ranks_of_four = run_on_ranks(sharded_work, 4, timeout_seconds=300)
-    for rank in ranks_of_four:
-        for name, found in rank.items():
+    for rank in run_on_ranks(sharded_work, 4, timeout_seconds=300):
+        for found in rank.values():
             assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
             assert found["gathered"] == []
-            assert set(found["reductions"]) <= {torch.float32}
             for key, gradient in found["gradients"].items():
                 torch.testing.assert_close(gradient, alone["gradients"][key], rtol=1e-4, atol=1e-6, msg=key)
-            if name != "copies":
-                assert found["reductions"] == {torch.float32: found["groups"]}
 
 
 def test_the_parts_of_all_ranks_are_the_model_once():
