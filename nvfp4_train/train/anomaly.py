@@ -44,7 +44,8 @@ def _place_in_forward(name: str | None) -> tuple[int, int]:
     """Order names of layers as they run; no name comes last."""
     if name is None:
         return len(_ORDER), 0
-    part, _, rest = name.partition(".")
+    layer = name.partition(":")[0].partition(",")[0]  # "lm_head: dgrad.dy", "lm_head, operand x"
+    part, _, rest = layer.partition(".")
     index = rest.partition(".")[0]
     return (_ORDER.index(part) if part in _ORDER else 0), (int(index) if index.isdecimal() else 0)
 
