@@ -154,7 +154,7 @@ def build_mesh(cfg: ParallelConfig, runtime: Runtime) -> Mesh:
     def view(**sizes: int) -> Any:
         # A group of one has nothing to send, except those that FSDP gathers over, which must copy. Real ones cost a
         # few threads each.
-        idle = {axis: "fake" for axis, size in sizes.items() if size == 1 and axis not in FSDP_AXES}
+        idle: dict[str, Any] = {axis: "fake" for axis, size in sizes.items() if size == 1 and axis not in FSDP_AXES}
         return root._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=idle)
 
     return Mesh(
