@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from nvfp4_train.checkpoint.error import CheckpointError, damaged
 from nvfp4_train.checkpoint.folder import CheckpointInfo, read_info
-from nvfp4_train.checkpoint.ranks import has_ranks
+from nvfp4_train.checkpoint.ranks import gather_from_ranks, has_ranks
 from nvfp4_train.checkpoint.state import State
 
 NAMES_SHOWN = 5
@@ -40,7 +40,7 @@ def load_checkpoint(path: Path, state: State, *, engine: str) -> CheckpointInfo:
         saved = reader.read_metadata()
     except UNREADABLE as error:
         raise damaged(path, error) from error
-    check_same_shapes(path, _saved_shapes(saved), {name: tensor.shape for name, tensor in _flatten(state).items()})
+    check_same_shapes(path, _saved_shapes(saved), _shapes_on_all_ranks(state))
     try:
         dcp.load(state, storage_reader=reader, no_dist=not has_ranks())
     except CheckpointException as error:
@@ -94,12 +94,16 @@ def _saved_shapes(saved: Metadata) -> dict[str, Size | None]:
     }
 
 
-def _flatten(state: State) -> dict[str, Tensor]:
-    """Name tensors as the storage does: keys joined by dots."""
-    named = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+def _shapes_on_all_ranks(state: State) -> dict[str, Size]:
+    """Return the shape of each tensor by its name in the storage: keys joined by dots.
+
+    The ranks of a pipeline hold different ones, and together all.
+    """
+    named: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for name, tensors in state["optimizer"].items():
         named |= {f"optimizer.{name}.{key}": tensor for key, tensor in tensors.items()}
-    return named
+    own = {name: tensor.shape for name, tensor in named.items()}
+    return {name: shape for shapes in gather_from_ranks(own) for name, shape in shapes.items()}
 
 
 def _some(names: list[str]) -> str:

@@ -78,6 +78,12 @@ class BatchConfig:
         """Tokens of a step after ramp-up."""
         return self.global_batch_size * self.sequence_length
 
+    def step_sizes(self) -> list[int]:
+        """Return the sequences of every step that differs in them, first step first."""
+        if not self.ramp.tokens or self.ramp.increment <= 0:
+            return [self.global_batch_size]
+        return [*range(self.ramp.start, self.global_batch_size, self.ramp.increment), self.global_batch_size]
+
     def _is_multiple(self, size: int) -> bool:
         return self.micro_batch_size <= 0 or size % self.micro_batch_size == 0
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from nvfp4_train.config.pipeline import PipelineSchedule, stages_fault
 from nvfp4_train.config.problem import Rule, check, positive
 
 
@@ -33,7 +34,9 @@ class ParallelConfig:
     """Degrees of the mesh axes; their product, without that of `ep`, is the number of ranks.
 
     Args:
-        pp_degree: Pipeline stages that live on different ranks.
+        pp_degree: Ranks that share the blocks of the model, one after the other (pipeline parallelism).
+        pipeline_schedule: Order in which they run their microbatches.
+        stages_per_rank: Pieces of the model that each of them has.
         dp_replicate_degree: Copies of the (sharded) model.
         dp_shard_degree: Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 takes what
             is left.
@@ -48,6 +51,8 @@ class ParallelConfig:
     """
 
     pp_degree: int
+    pipeline_schedule: PipelineSchedule
+    stages_per_rank: int
     dp_replicate_degree: int
     dp_shard_degree: int
     cp_degree: int
@@ -62,6 +67,19 @@ class ParallelConfig:
         check(
             self,
             *positive(self, "pp_degree", "dp_replicate_degree", "cp_degree", "tp_degree", "ep_degree"),
+            *positive(self, "stages_per_rank"),
+            Rule(
+                "pipeline_schedule",
+                lambda: self.pp_degree > 1 or self.pipeline_schedule is PipelineSchedule["1f1b"],
+                "without a pipeline (pp_degree 1) there is nothing to schedule",
+                "leave it at 1f1b, or raise pp_degree",
+            ),
+            Rule(
+                "stages_per_rank",
+                lambda: not self._stages_fault(),
+                self._stages_fault,
+                "change stages_per_rank, pipeline_schedule or pp_degree",
+            ),
             Rule(
                 "dp_shard_degree",
                 lambda: self.dp_shard_degree == -1 or self.dp_shard_degree >= 1,
@@ -83,3 +101,11 @@ class ParallelConfig:
                 "use block or none with compile: block, or compile: none",
             ),
         )
+
+    @property
+    def num_stages(self) -> int:
+        """Pieces that the model is divided into."""
+        return self.pp_degree * self.stages_per_rank
+
+    def _stages_fault(self) -> str:
+        return stages_fault(self.pipeline_schedule, pp_degree=self.pp_degree, stages_per_rank=self.stages_per_rank)

@@ -17,6 +17,7 @@ from nvfp4_train.config.logging import LoggingConfig
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import AdamWConfig, OptimizerConfig, StateDtype, StateOffload
 from nvfp4_train.config.parallel import Compile, ParallelConfig
+from nvfp4_train.config.pipeline import pipeline_problems
 from nvfp4_train.config.problem import Problem, Rule, findings, is_complete, require, violations
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.config.run import RunConfig
@@ -99,7 +100,7 @@ def cross_group_problems(cfg: TrainConfig) -> list[Problem]:
     rules += degree_rules(cfg)
     return [
         *violations(cfg, *rules),
-        *findings(cfg, _phase_problems, _token_id_problems, _share_problems, _deepspeed_problems),
+        *findings(cfg, _phase_problems, _token_id_problems, _share_problems, _deepspeed_problems, pipeline_problems),
     ]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
@@ -19,7 +20,10 @@ from nvfp4_train.parallel.apply import parallelize
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.optimizer_sharding import dtensor_sharding
+from nvfp4_train.parallel.pipeline import PipelineRunner, RankParts, take_parts
 from nvfp4_train.parallel.quantized_gather import gather_quantized, weight_gathers
+from nvfp4_train.parallel.runner import Runner, WholeModelRunner
+from nvfp4_train.parallel.stages import plan_stages
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import PrecisionPlan
 
@@ -61,30 +65,45 @@ def build_engine(
     parallel_cfg: ParallelConfig,
     engine_cfg: EngineConfig,
     optimizer_cfg: OptimizerConfig,
+    sequence_length: int,
 ) -> Engine:
-    """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it."""
-    model = prepared.model
+    """Spread a prepared model over the mesh, give it its initial values, and make the engine that trains it.
+
+    Args:
+        prepared: From `prepare_model`.
+        mesh: Of all ranks.
+        parallel_cfg: How the model is spread.
+        engine_cfg: Which engine, and its choices.
+        optimizer_cfg: Which optimizer.
+        sequence_length: Tokens of a sequence, by which pipeline stages are balanced.
+    """
     match engine_cfg:
         case TorchEngineConfig():
-            parallelize(
-                model,
-                mesh=mesh,
-                parallel_cfg=parallel_cfg,
-                engine_cfg=engine_cfg,
-                compute_dtype=model.compute_dtype,
-            )
-            materialize(model, mesh=mesh, seed=prepared.seed)
+            plans = plan_stages(prepared.model, parallel_cfg, sequence_length=sequence_length)
+            parts = take_parts(prepared.model, plans, rank=mesh.rank("pp")) if len(plans) > 1 else None
+            model = prepared.model if parts is None else parts.model
+            stages = [model] if parts is None else parts.stages
+            for stage in stages:
+                parallelize(
+                    stage,
+                    mesh=mesh,
+                    parallel_cfg=parallel_cfg,
+                    engine_cfg=engine_cfg,
+                    compute_dtype=model.compute_dtype,
+                )
+            materialize(model, mesh=mesh, seed=prepared.seed, stages=stages)
             if engine_cfg.weight_gather is WeightGather.quantized:
-                _gather_quantized(prepared, mesh=mesh)
+                _gather_quantized(prepared, model, mesh=mesh)
             return TorchEngine(
                 model,
+                runner=build_runner(model, parts, mesh=mesh, parallel_cfg=parallel_cfg, engine_cfg=engine_cfg),
                 optimizer=build_optimizer(model, optimizer_cfg, sharding=dtensor_sharding()),
                 mesh=mesh,
                 plan=prepared.plan,
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
-                keeps_weights_gathered=not engine_cfg.reshard_after_forward,
             )
         case DeepSpeedEngineConfig():
+            model = prepared.model
             assert isinstance(optimizer_cfg, AdamWConfig)
             checkpoint_activations(model, parallel_cfg.activation_checkpoint)
             materialize(model, mesh=mesh, seed=prepared.seed)
@@ -99,8 +118,29 @@ def build_engine(
     raise AssertionError(f"no engine for {type(engine_cfg).__name__}")
 
 
-def _gather_quantized(prepared: PreparedModel, *, mesh: Mesh) -> None:
+def _gather_quantized(prepared: PreparedModel, model: nn.Module, *, mesh: Mesh) -> None:
     """Let FSDP send codes of weights, and say so in the coverage report."""
-    gathers = weight_gathers(prepared.model, num_shards=mesh.fsdp_mesh.size(-1))
-    gather_quantized(prepared.model, group=mesh.dense["fsdp"].get_group(), position=prepared.plan.position)
+    gathers = weight_gathers(model, num_shards=mesh.fsdp_mesh.size(-1))
+    gather_quantized(model, group=mesh.dense["fsdp"].get_group(), position=prepared.plan.position)
     prepared.plan.coverage[:] = [replace(row, weight_gather=gathers[row.module]) for row in prepared.plan.coverage]
+
+
+def build_runner(
+    model: HybridLM,
+    parts: RankParts | None,
+    *,
+    mesh: Mesh,
+    parallel_cfg: ParallelConfig,
+    engine_cfg: TorchEngineConfig,
+) -> Runner:
+    """Make what runs forwards and backwards of a model that a rank has whole, or of its stages."""
+    keeps_gathered = not engine_cfg.reshard_after_forward
+    if parts is None:
+        return WholeModelRunner(model, keeps_gathered=keeps_gathered)
+    return PipelineRunner(
+        parts,
+        mesh=mesh,
+        schedule=parallel_cfg.pipeline_schedule,
+        keeps_gathered=keeps_gathered,
+        sequence_shards=mesh.degree("tp") if parallel_cfg.sequence_parallel else 1,
+    )

@@ -36,11 +36,11 @@ from nvfp4_train.checkpoint.zero_files import (
 from nvfp4_train.config.engine import LAST_STAGE, DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.base import Forward, LossSum
-from nvfp4_train.engine.extra_losses import ExtraLosses
 from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import set_schedule
+from nvfp4_train.parallel.extra_losses import ExtraLosses
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.precision.amax_history import end_step
 from nvfp4_train.precision.coverage import PrecisionPlan

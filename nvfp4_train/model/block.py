@@ -1,5 +1,7 @@
 """The residual block, and which letter of the pattern is which mixer."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +54,7 @@ def build_mixer(cfg: ModelConfig, *, kind: LayerKind) -> nn.Module:
             return Moe(cfg.moe, d_model=cfg.d_model)
 
 
-def run_blocks(blocks: nn.ModuleList, h: Tensor, documents: Documents, *, penalties: list[Tensor]) -> Tensor:
+def run_blocks(blocks: Iterable[nn.Module], h: Tensor, documents: Documents, *, penalties: list[Tensor]) -> Tensor:
     """Send the residual stream [B, S, D] through blocks in order; their penalties are appended to ``penalties``."""
     for block in blocks:
         out = block(h, documents)

@@ -91,10 +91,21 @@ class HybridLM(nn.Module):
             counted labels. Multi-token prediction and the routers' penalties add to its gradient, not to its value.
         """
         documents = self.locate_documents(document_ids, position_ids)
-        embedded = self.embedding(tokens).to(self.compute_dtype)
-        stream = embedded.to(torch.promote_types(embedded.dtype, torch.float32)) if self.cfg.residual_fp32 else embedded
+        embedded = self._embed(tokens)
         penalties: list[Tensor] = []
-        stream = run_blocks(self.blocks, stream, documents, penalties=penalties)
+        stream = run_blocks(self.blocks.children(), self._to_stream(embedded), documents, penalties=penalties)
+        return self._finish(stream, embedded, labels, documents=documents, penalties=penalties)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens).to(self.compute_dtype)
+
+    def _to_stream(self, embedded: Tensor) -> Tensor:
+        return embedded.to(stream_dtype(self.cfg, embedded.dtype))
+
+    def _finish(
+        self, stream: Tensor, embedded: Tensor, labels: Tensor | None, *, documents: Documents, penalties: list[Tensor]
+    ) -> Tensor:
+        """Return logits or the loss, see `forward`; ``embedded`` is read by multi-token prediction only."""
         h = self.final_norm(stream).to(self.compute_dtype)
         if labels is None:
             return self.whole_logits(self._head(h))
@@ -146,6 +157,11 @@ def _as_they_are(logits: Tensor) -> Tensor:
 def count_labels(labels: Tensor) -> Tensor:
     """Return the number of labels that count, an FP32 scalar on their device."""
     return (labels != IGNORE_INDEX).sum().to(torch.float32)
+
+
+def stream_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the residual stream."""
+    return torch.promote_types(compute_dtype, torch.float32) if cfg.residual_fp32 else compute_dtype
 
 
 def build_model(cfg: ModelConfig) -> HybridLM:

@@ -1,5 +1,7 @@
 """The Linears that every GEMM of the model goes through."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvfp4_train.model.part import WHOLE, ParameterPart
+
+# Takes, in backward, the weight that the forward saw and what computes its gradient, to do so later.
+DeferGradient = Callable[[Tensor, Callable[[], Tensor]], None]
 
 
 class Linear(nn.Linear):
@@ -64,22 +69,30 @@ class GroupedLinear(nn.Module):
         return f"{self.num_experts} x ({self.in_features} -> {self.out_features})"
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, part: ParameterPart = WHOLE) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, *, part: ParameterPart = WHOLE, defer: DeferGradient | None = None
+) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for every token i of every expert e; see ``GroupedLinear``.
 
-    The gradient of ``weight``, of which ``part`` is held here, is FP32 for FP32 and BF16 weights.
+    The gradient of ``weight``, of which ``part`` is held here, is FP32 for FP32 and BF16 weights; with ``defer`` the
+    backward leaves it to that.
     """
     if weight.requires_grad and weight.dtype is torch.bfloat16:  # as FSDP2 hands it out
         weight.grad_dtype = torch.float32
-    return _GroupedLinear.apply(x, weight, ends, part)
+    return _GroupedLinear.apply(x, weight, ends, (part, defer))
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, part: ParameterPart) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, options: tuple[ParameterPart, DeferGradient | None]
+    ) -> Tensor:
+        part, defer = options
         local = part.local(weight)
         ctx.save_for_backward(x, local, ends)
         ctx.gradient = part.gradient(weight)
+        ctx.parameter = None if defer is None else weight
+        ctx.defer = defer
         return _grouped_mm(x, local.to(x.dtype).mT, ends)
 
     @staticmethod
@@ -87,8 +100,23 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         grad_y = grad_y.contiguous()
         grad_x = _grouped_mm(grad_y, weight.to(x.dtype), ends) if ctx.needs_input_grad[0] else None
-        grad_weight = ctx.gradient(_grouped_outer(grad_y, x, ends)) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            compute = partial(_gradient, ctx.gradient, grad_y, x, ends)
+            grad_weight = now_or_later(compute, ctx.parameter, defer=ctx.defer)
         return grad_x, grad_weight, None, None
+
+
+def _gradient(of_part: Callable[[Tensor], Tensor], grad_y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return of_part(_grouped_outer(grad_y, x, ends))
+
+
+def now_or_later(compute: Callable[[], Tensor], weight: Tensor, *, defer: DeferGradient | None) -> Tensor | None:
+    """Return the gradient of ``weight``, or leave it to ``defer`` and return none."""
+    if defer is None:
+        return compute()
+    defer(weight, compute)
+    return None
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class MtpDepth(nn.Module):
         stream = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(h)), dim=-1))
         if self.residual_fp32:
             stream = stream.to(torch.promote_types(h.dtype, torch.float32))
-        stream = run_blocks(self.blocks, stream, documents, penalties=penalties)
+        stream = run_blocks(self.blocks.children(), stream, documents, penalties=penalties)
         return self.final_norm(stream).to(h.dtype), penalties
 
 

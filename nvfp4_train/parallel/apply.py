@@ -32,7 +32,7 @@ def parallelize(
     parameter is sharded.
 
     Args:
-        model: On the meta device; parameters become DTensors.
+        model: On the meta device, whole or one stage of a pipeline; parameters become DTensors.
         mesh: Of all ranks.
         parallel_cfg: How the ranks of tp share a layer, and what a rank recomputes and compiles.
         engine_cfg: How the engine trades memory for communication.

@@ -9,28 +9,32 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+def global_grad_norm(parameters: Iterable[Tensor], *, pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients together, the same on every rank; without waiting for the device.
 
     Args:
         parameters: DTensors sharded or replicated over any mesh, or plain tensors; those without a gradient are
             left out.
+        pipeline: Ranks that hold other parameters; those that several of them hold are in `parameters` of one only.
 
     Returns:
         FP32 scalar; NaN or infinite if any gradient on any rank is.
     """
+    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # Gradients that are spread over the same ranks share one reduction.
     by_layout: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for gradient in gradients:
         by_layout.setdefault(_sharding_groups(gradient), []).append(_local(gradient))
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for groups, tensors in by_layout.items():
         norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
         squares = norms.to(torch.float64).square().sum()
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
     return total.sqrt().to(torch.float32)
 
 

@@ -26,8 +26,8 @@ def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, resha
     """Shard `model` in place; at degree 1 too, so that one rank computes in the dtypes of many.
 
     Args:
-        model: On any device, meta included; its FP32 parameters become DTensors over `mesh`. Those that are DTensors
-            already, over other axes, are sharded further.
+        model: Whole or a part, on any device, meta included; its FP32 parameters become DTensors over `mesh`. Those
+            that are DTensors already, over other axes, are sharded further.
         mesh: Its `fsdp_mesh` and `expert_fsdp_mesh` are one axis to shard over, or two: replicate, shard.
         compute_dtype: Dtype in which Linears see their weights.
         reshard_after_forward: Whether the gathered weights of a block are freed between its forward and its backward; a
@@ -61,12 +61,14 @@ def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, resha
             fully_shard(_fp32_modules(block), mesh=dense, mp_policy=in_fp32, reshard_after_forward=False)
         fully_shard(block, mesh=dense, mp_policy=in_compute_dtype, reshard_after_forward=reshard_after_forward)
     root_policy = in_fp32
-    if model.lm_head is not None:  # a tied embedding is used at both ends: it stays in the root's group
+    if not model.cfg.tie_embeddings:  # a tied one is used at both ends: it stays in the root's group
         root_policy = in_compute_dtype
-        fully_shard(model.final_norm, mesh=dense, mp_policy=in_fp32, reshard_after_forward=False)
-        fully_shard(model.embedding, mesh=dense, mp_policy=in_fp32, reshard_after_forward=True)
-        # Its gradient does not depend on its values.
-        cast(FSDPModule, model.embedding).set_unshard_in_backward(False)
+        if model.final_norm is not None:
+            fully_shard(model.final_norm, mesh=dense, mp_policy=in_fp32, reshard_after_forward=False)
+        if model.embedding is not None:
+            fully_shard(model.embedding, mesh=dense, mp_policy=in_fp32, reshard_after_forward=True)
+            # Its gradient does not depend on its values.
+            cast(FSDPModule, model.embedding).set_unshard_in_backward(False)
     fully_shard(model, mesh=dense, mp_policy=root_policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # The factor alone becomes a PREMUL_SUM reduction, which gloo lacks.
@@ -91,6 +93,20 @@ def prepare_backward(model: nn.Module, *, is_last: bool, keeps_gathered: bool) -
     model.set_requires_gradient_sync(is_last)
     model.set_is_last_backward(is_last)
     model.set_reshard_after_backward(is_last or not keeps_gathered)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Let ranks exchange the gradients that a sharded `model` has added up, after backwards that did not.
+
+    A backward that is the last one does so itself. In a pipeline none is: gradients of weights may come later.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    # What autograd calls at the end of a backward; PyTorch's own pipeline stages call it in the same way (2.13,
+    # torch/distributed/pipelining/stage.py, perform_reduce_grad).
+    fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def reshard(model: nn.Module) -> None:

@@ -102,7 +102,7 @@ class Mesh:
         return self._reduce_over_tokens(tensor, dist.ReduceOp.MAX)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over all ranks, on `device`."""
+        """Return the sum of `tensor` over all ranks; otherwise as `sum_over_data`."""
         result = tensor.to(self.device, copy=True)
         dist.all_reduce(result)
         return result

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
-from nvfp4_train.model.linear import GroupedLinear, grouped_linear
+from nvfp4_train.model.linear import DeferGradient, GroupedLinear, grouped_linear, now_or_later
 from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.spec import Format
 from nvfp4_train.precision.linear import LinearPrecision, history_of, keep_amax
@@ -44,6 +44,7 @@ class QuantizedExperts(GroupedLinear):
         output_dtype: Dtype of the results; None: that of x.
         row_offset: Global index of the first output feature held here, of every expert.
         column_offset: Global index of the first input feature held here.
+        defer_gradient: Takes the gradient of the weight in a backward, to compute it later; None: at once.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax over experts, fp32 [1], of each quantized operand in the newest step, by name.
         amax_history: Maxima of older steps over all experts, for the operands that scale by them.
@@ -65,6 +66,7 @@ class QuantizedExperts(GroupedLinear):
         self.num_sources = 1
         self.row_offset = 0
         self.column_offset = 0
+        self.defer_gradient: DeferGradient | None = None
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self.amax_history = history_of(precision.recipe)
@@ -85,7 +87,8 @@ class QuantizedExperts(GroupedLinear):
         recipe = self.precision.high_precision if self.position.high_precision else self.precision.recipe
         dtype = _cast_dtype(recipe)
         if dtype is not None and dtype in (x.dtype, self.output_dtype):
-            return grouped_linear(x.to(dtype), self.weight, ends, part=self.part).to(self.output_dtype or dtype)
+            cast = grouped_linear(x.to(dtype), self.weight, ends, part=self.part, defer=self.defer_gradient)
+            return cast.to(self.output_dtype or dtype)
         if self.weight.requires_grad and self.weight.dtype is not torch.float32:
             self.weight.grad_dtype = torch.float32  # as in QuantizedLinear
         bounds = [0, *ends.tolist()]
@@ -100,6 +103,7 @@ class QuantizedExperts(GroupedLinear):
             bounds=bounds,
             multiple=recipe.token_multiple,
             y_dtype=self.output_dtype or x.dtype,
+            defer=self.defer_gradient,
         )
         if torch.is_grad_enabled():
             self.saved_bytes = 0
@@ -185,6 +189,7 @@ class ExpertsCall:
         bounds: Where each expert's tokens start, and the end of the last.
         multiple: What the number of rows of an operand must be a multiple of.
         y_dtype: Dtype of the results.
+        defer: Takes the gradient of all weights together, to compute it later; None: at once.
     """
 
     linears: dict[int, LinearCall]
@@ -192,6 +197,7 @@ class ExpertsCall:
     bounds: list[int]
     multiple: int
     y_dtype: torch.dtype
+    defer: DeferGradient | None = None
 
     def rows(self, expert: int) -> slice:
         """Return the rows of an expert's tokens."""
@@ -226,6 +232,7 @@ class ExpertsFunction(torch.autograd.Function):
             kept.append(saved)
         ctx.call, ctx.x_dtype, ctx.weight_shape = call, x.dtype, (len(call.weights), *shape)
         ctx.gradient = part.gradient(weight)
+        ctx.weight = None if call.defer is None else weight
         ctx.save_for_backward(*(tensor for saved in kept for tensor in saved.tensors))
         ctx.saved = [(saved.without_tensors(), len(saved.tensors)) for saved in kept]
         return y
@@ -233,15 +240,14 @@ class ExpertsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Return dx in the dtype of x and dw in FP32, each only if it is needed."""
+        """Return dx in the dtype of x and dw in FP32, each only if it is needed, and dw only if it is not deferred."""
         call: ExpertsCall = ctx.call
         tensors = iter(ctx.saved_tensors)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        num_experts, out_features, in_features = ctx.weight_shape
-        dx = dy.new_empty(len(dy), in_features, dtype=ctx.x_dtype) if needs_dx else None
-        dw = dy.new_zeros(num_experts, out_features, in_features, dtype=torch.float32) if needs_dw else None
+        dx = dy.new_empty(len(dy), ctx.weight_shape[2], dtype=ctx.x_dtype) if needs_dx else None
+        wgrads: dict[int, Callable[[], Tensor]] = {}
         for (expert, linear), (saved, count) in zip(call.linears.items(), ctx.saved, strict=True):
-            own_dx, own_dw = linear.backward(
+            own_dx, wgrads[expert] = linear.backward(
                 call.padded(dy, expert),
                 saved.with_tensors(tuple(next(tensors) for _ in range(count))),
                 needs_dx=needs_dx,
@@ -250,9 +256,22 @@ class ExpertsFunction(torch.autograd.Function):
             )
             if dx is not None and own_dx is not None:
                 dx[call.rows(expert)] = own_dx[: call.num_tokens(expert)]
-            if dw is not None and own_dw is not None:
-                dw[expert] = own_dw
-        return dx, None if dw is None else ctx.gradient(dw), None, None
+        compute = partial(_stacked, wgrads, of_part=ctx.gradient, shape=ctx.weight_shape, device=dy.device)
+        return dx, now_or_later(compute, ctx.weight, defer=call.defer) if needs_dw else None, None, None
+
+
+def _stacked(
+    wgrads: dict[int, Callable[[], Tensor]],
+    *,
+    of_part: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> Tensor:
+    """Return the gradient of all weights, FP32, with zeros for experts without tokens."""
+    dw = torch.zeros(shape, dtype=torch.float32, device=device)
+    for expert, compute in wgrads.items():
+        dw[expert] = compute()
+    return of_part(dw)
 
 
 def _cast_dtype(recipe: LinearRecipe) -> torch.dtype | None:

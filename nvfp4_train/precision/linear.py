@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nvfp4_train.config.recipe import LinearRecipe
+from nvfp4_train.model.linear import DeferGradient, now_or_later
 from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.spec import GemmMode
 from nvfp4_train.precision.amax_history import AmaxHistory
@@ -66,6 +67,7 @@ class QuantizedLinear(nn.Linear):
         group_rows: Output features of a group, which are not quantized together with others; 0: no groups.
         row_offset: Global index of the first output feature held here.
         column_offset: Global index of the first input feature held here.
+        defer_gradient: Takes the gradient of the weight in a backward, to compute it later; None: at once.
         saved_bytes: What the newest forward with a backward kept of its input.
         amax: The largest amax, fp32 [1], of each quantized operand in the newest step, by name; filled without a sync.
             Formats that need none (mx) leave none.
@@ -92,6 +94,7 @@ class QuantizedLinear(nn.Linear):
         self.group_rows = 0
         self.row_offset = 0
         self.column_offset = 0
+        self.defer_gradient: DeferGradient | None = None
         self.saved_bytes = 0
         self.amax: dict[str, Tensor] = {}
         self._amax_step: dict[str, int] = {}
@@ -149,6 +152,7 @@ class QuantizedLinear(nn.Linear):
             y_dtype=self.output_dtype,
             part=self.part,
             adds_bias=self.adds_bias,
+            defer=self.defer_gradient,
         )
         y: Tensor = LinearFunction.apply(tokens, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -217,6 +221,7 @@ class LinearFunction(torch.autograd.Function):
         if bias is not None and call.adds_bias:
             y += call.part.local(bias).to(y.dtype)
         ctx.call = call
+        ctx.weight = None if call.defer is None else weight
         ctx.x_dtype = x.dtype
         ctx.gradients = [None if parameter is None else call.part.gradient(parameter) for parameter in (weight, bias)]
         ctx.save_for_backward(*saved.tensors)
@@ -228,18 +233,26 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed."""
+        """Return dx in the dtype of x, dw and the bias gradient in FP32, each only if it is needed.
+
+        Without dw where that is deferred: the pass of a pipeline that computes gradients of inputs has no use for it.
+        """
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         call: LinearCall = ctx.call
         dw_of, dbias_of = ctx.gradients
         dy = dy.contiguous()
         saved = ctx.saved.with_tensors(ctx.saved_tensors)
         padded = call.groups.pad(dy, dim=1)
-        dx, dw = call.backward(padded, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
-        if dw is not None:
-            dw = dw_of(call.groups.crop(dw, dim=0))
+        dx, wgrad = call.backward(padded, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=ctx.x_dtype)
+        compute = partial(_gradient_of_part, dw_of, call.groups, wgrad)
+        dw = now_or_later(compute, ctx.weight, defer=call.defer) if needs_dw else None
         dbias = dbias_of(dy.sum(dim=0, dtype=torch.float32)) if needs_dbias else None
         return dx, dw, dbias, None
+
+
+def _gradient_of_part(of_part: Callable[[Tensor], Tensor], groups: RowGroups, wgrad: Callable[[], Tensor]) -> Tensor:
+    """Compute the gradient of a weight's part, without the rows that fill up its groups, as the parameter's."""
+    return of_part(groups.crop(wgrad(), dim=0))
 
 
 def history_of(recipe: LinearRecipe) -> AmaxHistory:

@@ -10,12 +10,14 @@ tensors they came from. A row from outside gets those tensors instead, so they a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvfp4_train.config.recipe import DgradRow, FpropRow, LinearRecipe, WgradRow
+from nvfp4_train.model.linear import DeferGradient
 from nvfp4_train.model.part import WHOLE, ParameterPart
 from nvfp4_train.numerics.extension import resolve
 from nvfp4_train.numerics.gemm import Operand, exact_gemm
@@ -119,6 +121,7 @@ class LinearCall:
         y_dtype: Dtype of y; None: that of x.
         part: How to compute with the parts of the parameters that are held here.
         adds_bias: Whether the bias is added here.
+        defer: Takes the gradient of the weight in a backward, to compute it later; None: at once.
     """
 
     recipe: LinearRecipe
@@ -132,6 +135,7 @@ class LinearCall:
     y_dtype: torch.dtype | None = None
     part: ParameterPart = WHOLE
     adds_bias: bool = True
+    defer: DeferGradient | None = None
 
     def forward(self, x: Tensor, weight: Tensor, *, needs_dx: bool, needs_dw: bool) -> tuple[Tensor, Saved]:
         """Return y [T, out_features], and what the gradients that are needed need."""
@@ -159,24 +163,26 @@ class LinearCall:
 
     def backward(
         self, dy: Tensor, saved: Saved, *, needs_dx: bool, needs_dw: bool, x_dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return dx [T, in_features] in the dtype of x and dw [out_features, in_features] in FP32, if needed."""
+    ) -> tuple[Tensor | None, Callable[[], Tensor]]:
+        """Return dx [T, in_features] in the dtype of x, if needed, and what returns dw.
+
+        That is [out_features, in_features] in FP32, and computed when it is called: once, or never if it is not needed.
+        """
         if self.recipe.pair is not None:
             return self._backward_of_pair(dy, saved, needs_dx=needs_dx, needs_dw=needs_dw, x_dtype=x_dtype)
         has_outside = self.recipe.dgrad.gemm is not None or self.recipe.wgrad.gemm is not None
         if needs_dx and needs_dw and not has_outside and self.rounder.rounds_both("dgrad.dy", "wgrad.dy", dy):
             for_dx, for_dw = self.rounder.store_both("dgrad.dy", "wgrad.dy", dy)
-            return (
-                self._multiply(for_dx.to_gemm_operand(), saved.operand("w").to_gemm_operand(), x_dtype),
-                self._multiply(for_dw.to_gemm_operand(), saved.operand("x").to_gemm_operand(), torch.float32),
-            )
-        dx = self._dgrad(dy, saved.operand("w"), x_dtype) if needs_dx else None
-        dw = self._wgrad(dy, saved.operand("x")) if needs_dw else None
-        return dx, dw
+            dx = self._multiply(for_dx.to_gemm_operand(), saved.operand("w").to_gemm_operand(), x_dtype)
+            return dx, partial(self._wgrad_of_stored, for_dw, saved)
+        return (
+            self._dgrad(dy, saved.operand("w"), x_dtype) if needs_dx else None,
+            partial(self._wgrad, dy, saved),
+        )
 
     def _backward_of_pair(
         self, dy: Tensor, saved: Saved, *, needs_dx: bool, needs_dw: bool, x_dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Callable[[], Tensor]]:
         path = self.recipe.pair
         assert path is not None
         tools = self._tools(needs_dx=needs_dx, needs_dw=needs_dw)
@@ -184,7 +190,7 @@ class LinearCall:
         for name, value, needed in (("dx", dx, needs_dx), ("dw", dw, needs_dw)):
             if needed and not isinstance(value, Tensor):
                 raise ValueError(f"{path}: backward must return {name}, found {type(value).__name__}")
-        return dx.to(x_dtype) if needs_dx else None, dw.to(torch.float32) if needs_dw else None
+        return dx.to(x_dtype) if needs_dx else None, lambda: dw.to(torch.float32)
 
     def _dgrad(self, dy: Tensor, w: StoredOperand, x_dtype: torch.dtype) -> Tensor:
         path = self.recipe.dgrad.gemm
@@ -194,8 +200,11 @@ class LinearCall:
         dx = self._outside("dgrad", self.recipe.dgrad, dy, weight)
         return _checked(dx, path, (dy.shape[0], weight.shape[1])).to(x_dtype)
 
-    def _wgrad(self, dy: Tensor, x: StoredOperand) -> Tensor:
-        path = self.recipe.wgrad.gemm
+    def _wgrad_of_stored(self, dy: StoredOperand, saved: Saved) -> Tensor:
+        return self._multiply(dy.to_gemm_operand(), saved.operand("x").to_gemm_operand(), torch.float32)
+
+    def _wgrad(self, dy: Tensor, saved: Saved) -> Tensor:
+        path, x = self.recipe.wgrad.gemm, saved.operand("x")
         if path is None:
             return self._multiply(self.rounder.round("wgrad.dy", dy), x.to_gemm_operand(), torch.float32)
         dw = self._outside("wgrad", self.recipe.wgrad, x.tensors[0], dy)

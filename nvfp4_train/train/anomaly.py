@@ -5,10 +5,14 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from nvfp4_train.checkpoint.ranks import gather_from_ranks
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.base import Engine, Forward
 from nvfp4_train.precision.monitor import recorded_amax
 from nvfp4_train.train.metrics import first_non_finite, is_finite
+
+# Parts of a model as they run; of several ranks each may have some.
+_ORDER = ("embedding", "blocks", "final_norm", "lm_head", "mtp")
 
 
 class NonFiniteError(ArithmeticError):
@@ -20,17 +24,34 @@ def describe_cause(engine: Engine, batches: Iterable[Batch]) -> str:
 
     What the precision pass recorded of the last backward is read first. Then the forward passes are repeated with the
     present weights, which are those that the bad step started from: an update that is not finite is not applied.
+    Ranks may hold other layers: what is named is the first that any of them found.
     """
     recorded = first_non_finite(recorded_amax(engine.model))
     findings: list[str] = []
     with _watched(engine.model, findings):
         for batch in batches:
             engine.evaluate(batch, forward=Forward.recipe)
-    if findings:
-        return f"first in the forward pass: {findings[0]}"
-    if recorded is not None:
-        return f"first in the backward pass: {recorded}"
+    first = min(gather_from_ranks(findings[0] if findings else None), key=_place_in_forward)
+    if first is not None:
+        return f"first in the forward pass: {first}"
+    last = max(gather_from_ranks(recorded), key=_place_in_backward)
+    if last is not None:
+        return f"first in the backward pass: {last}"
     return "every layer's forward pass is finite when it is repeated: the gradients overflow"
+
+
+def _place_in_forward(name: str | None) -> tuple[int, int]:
+    """Order names of layers as they run; no name comes last."""
+    if name is None:
+        return len(_ORDER), 0
+    layer = name.partition(":")[0].partition(",")[0]  # "lm_head: dgrad.dy", "lm_head, operand x"
+    part, _, rest = layer.partition(".")
+    index = rest.partition(".")[0]
+    return (_ORDER.index(part) if part in _ORDER else 0), (int(index) if index.isdecimal() else 0)
+
+
+def _place_in_backward(name: str | None) -> tuple[int, int]:
+    return (-1, 0) if name is None else _place_in_forward(name)
 
 
 @contextmanager

@@ -116,6 +116,7 @@ class Job:
                 parallel_cfg=cfg.parallel,
                 engine_cfg=cfg.engine,
                 optimizer_cfg=cfg.optimizer,
+                sequence_length=cfg.batch.sequence_length,
             )
             stack.callback(engine.close)
             if self.start.checkpoint is not None:

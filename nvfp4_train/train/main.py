@@ -9,6 +9,7 @@ from pathlib import Path
 from nvfp4_train.config.load import LoadedConfig, load_yaml
 from nvfp4_train.engine.build import prepare_model
 from nvfp4_train.parallel.mesh import build_mesh
+from nvfp4_train.parallel.pipeline import check_microbatches
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.train.failure import EXIT_RUN, USER_FACING, FailedElsewhereError, report_failure
 from nvfp4_train.train.job import Job
@@ -51,6 +52,7 @@ def _prepare(loaded: LoadedConfig, *, runtime: Runtime, stack: ExitStack) -> Job
     cfg = loaded.cfg
     mesh = build_mesh(cfg.parallel, runtime)
     mesh.check_batch(cfg.batch)
+    check_microbatches(cfg.batch, cfg.parallel, mesh)
     prepared = prepare_model(cfg.model, cfg.recipe, seed=cfg.run.seed)
     folder = RunFolder(Path(cfg.run.dir) / cfg.run.name)
     start = _agree_on_start(loaded, folder=folder, runtime=runtime, stack=stack)

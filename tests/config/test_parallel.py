@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from nvfp4_train.config.parallel import ActivationCheckpoint, Compile
+from nvfp4_train.config.pipeline import PipelineSchedule
 from tests.support.configs import composed, problems_of
 
 VALID = composed().parallel
@@ -11,6 +12,9 @@ VALID = composed().parallel
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
+        ({"pipeline_schedule": PipelineSchedule.zero_bubble}, "pipeline_schedule"),
+        ({"pp_degree": 0}, "pp_degree"),
+        ({"stages_per_rank": 0, "pp_degree": 2, "pipeline_schedule": PipelineSchedule.zero_bubble}, "stages_per_rank"),
         ({"dp_replicate_degree": 0}, "dp_replicate_degree"),
         ({"dp_shard_degree": 0}, "dp_shard_degree"),
         ({"dp_shard_degree": -2}, "dp_shard_degree"),

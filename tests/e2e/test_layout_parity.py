@@ -76,6 +76,16 @@ LAYOUTS = (
         reorders_sums=True,
         moves_tokens=True,
     ),
+    Layout(name="pp2 gpipe", world_size=2, changes={"pp": 2, "schedule": "gpipe"}),
+    Layout(name="pp2 1f1b", world_size=2, changes={"pp": 2}),
+    Layout(name="pp2 interleaved", world_size=2, changes={"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}),
+    Layout(name="pp2 zero bubble", world_size=2, changes={"pp": 2, "schedule": "zero_bubble"}),
+    Layout(
+        name="pp2 zero bubble, interleaved",
+        world_size=2,
+        changes={"pp": 2, "schedule": "zero_bubble", "stages_per_rank": 2},
+    ),
+    Layout(name="fsdp2 x pp2", world_size=4, changes={"pp": 2, "shard": 2}),
 )
 
 

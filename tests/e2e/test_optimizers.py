@@ -13,7 +13,7 @@ from nvfp4_train.parallel.runtime import Runtime
 from tests.support.engines import train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
-from tests.support.tiny import parallel_layout, tiny_model, tiny_muon, tiny_optimizer, torch_engine
+from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_model, tiny_muon, tiny_optimizer, torch_engine
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw bf16": tiny_optimizer(state_dtype=StateDtype.bf16),
@@ -33,6 +33,7 @@ def build(runtime: Runtime, optimizer: OptimizerConfig) -> Engine:
         parallel_cfg=layout,
         engine_cfg=torch_engine(),
         optimizer_cfg=optimizer,
+        sequence_length=SEQUENCE_LENGTH,
     )
 
 

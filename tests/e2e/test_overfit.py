@@ -68,7 +68,12 @@ def test_eight_rows_are_memorized(mesh: Mesh, recipe: str):
     prepared = prepare_model(cfg.model, cfg.recipe, seed=1)
     optimizer = replace(cfg.optimizer, weight_decay=0.0, weight_decay_start=0.0)
     engine = build_engine(
-        prepared, mesh=mesh, parallel_cfg=cfg.parallel, engine_cfg=cfg.engine, optimizer_cfg=optimizer
+        prepared,
+        mesh=mesh,
+        parallel_cfg=cfg.parallel,
+        engine_cfg=cfg.engine,
+        optimizer_cfg=optimizer,
+        sequence_length=LENGTH,
     )
     losses = Losses()
     trainer = Trainer(

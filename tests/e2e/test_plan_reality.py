@@ -67,7 +67,12 @@ def engine_of(cfg: TrainConfig, runtime: Runtime) -> Any:
     mesh = build_mesh(cfg.parallel, runtime)
     prepared = prepare_model(cfg.model, cfg.recipe, seed=0)
     return build_engine(
-        prepared, mesh=mesh, parallel_cfg=cfg.parallel, engine_cfg=cfg.engine, optimizer_cfg=cfg.optimizer
+        prepared,
+        mesh=mesh,
+        parallel_cfg=cfg.parallel,
+        engine_cfg=cfg.engine,
+        optimizer_cfg=cfg.optimizer,
+        sequence_length=cfg.batch.sequence_length,
     )
 
 

@@ -9,7 +9,7 @@ from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import start_runtime, stop_runtime
 from nvfp4_train.precision.linear import QuantizedLinear
 from tests.support.recipes import cast_recipe, nvfp4_recipe
-from tests.support.tiny import parallel_layout, tiny_model, tiny_optimizer, torch_engine
+from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_model, tiny_optimizer, torch_engine
 
 
 def test_preparing_allocates_nothing_and_says_what_each_linear_runs():
@@ -40,6 +40,7 @@ def test_masters_are_fp32_on_the_device_of_the_mesh_whatever_the_compute_dtype()
                 parallel_cfg=parallel_layout(),
                 engine_cfg=torch_engine(),
                 optimizer_cfg=tiny_optimizer(),
+                sequence_length=SEQUENCE_LENGTH,
             )
             for name, parameter in engine.model.named_parameters():
                 assert parameter.dtype is torch.float32, name

@@ -29,7 +29,7 @@ from nvfp4_train.precision.linear import QuantizedLinear
 from tests.support.engines import train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
-from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
+from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
 
 
 @dataclass
@@ -258,6 +258,7 @@ def reshard_to_neighbours(runtime: Runtime) -> tuple[list[tuple[float, float]], 
             parallel_cfg=layout,
             engine_cfg=torch_engine(reshard_ranks=ranks),
             optimizer_cfg=tiny_optimizer(),
+            sequence_length=SEQUENCE_LENGTH,
         )
         found.append(train(engine, range(2)))
     with torch.device("meta"):

@@ -19,7 +19,7 @@ from nvfp4_train.precision.linear import QuantizedLinear
 from tests.support.configs import composed
 from tests.support.engines import step_batches, train, whole_parameters
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import parallel_layout, tiny_model, tiny_optimizer, torch_engine
+from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_model, tiny_optimizer, torch_engine
 
 RECIPES = ("nvfp4", "fp8")
 PATTERN = "M*-"
@@ -38,6 +38,7 @@ def build(runtime: Runtime, name: str, gather: WeightGather, **layout: int) -> T
         parallel_cfg=parallel,
         engine_cfg=torch_engine(weight_gather=gather),
         optimizer_cfg=tiny_optimizer(),
+        sequence_length=SEQUENCE_LENGTH,
     )
     assert isinstance(engine, TorchEngine)
     return engine
@@ -103,6 +104,7 @@ def build_and_plan(runtime: Runtime, name: str) -> list[Any]:
         parallel_cfg=parallel,
         engine_cfg=torch_engine(weight_gather=WeightGather.quantized),
         optimizer_cfg=tiny_optimizer(),
+        sequence_length=SEQUENCE_LENGTH,
     )
     return prepared.plan.coverage
 

@@ -16,7 +16,7 @@ from nvfp4_train.engine.build import build_engine, prepare_model
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.runtime import Runtime
 from nvfp4_train.precision.amax_history import named_histories
-from tests.support.tiny import parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
+from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_batches, tiny_model, tiny_optimizer, torch_engine
 
 LEARNING_RATE = 3e-3
 
@@ -34,7 +34,12 @@ def build_tiny_engine(
     mesh = build_mesh(parallel, runtime)
     prepared = prepare_model(model or tiny_model(), recipe, seed=seed)
     return build_engine(
-        prepared, mesh=mesh, parallel_cfg=parallel, engine_cfg=engine or torch_engine(), optimizer_cfg=tiny_optimizer()
+        prepared,
+        mesh=mesh,
+        parallel_cfg=parallel,
+        engine_cfg=engine or torch_engine(),
+        optimizer_cfg=tiny_optimizer(),
+        sequence_length=SEQUENCE_LENGTH,
     )
 
 

@@ -34,8 +34,7 @@ class FakeMesh:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         return tensor + self.others
 
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        return tensor + self.others
+    sum_over_ranks = sum_over_data
 
 
 class FakeEngine:

@@ -16,6 +16,7 @@ from nvfp4_train.config.optimizer import (
     WeightDecayShape,
 )
 from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype
+from nvfp4_train.config.pipeline import PipelineSchedule
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
 
@@ -91,6 +92,8 @@ def parallel_layout(
     replicate: int = 1,
     shard: int = -1,
     pp: int = 1,
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
@@ -101,6 +104,8 @@ def parallel_layout(
 ) -> ParallelConfig:
     return ParallelConfig(
         pp_degree=pp,
+        pipeline_schedule=PipelineSchedule[schedule],
+        stages_per_rank=stages_per_rank,
         dp_replicate_degree=replicate,
         dp_shard_degree=shard,
         cp_degree=cp,

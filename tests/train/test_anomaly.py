@@ -61,3 +61,25 @@ def test_the_watch_leaves_no_hooks():
     describe_cause(FakeEngine(model=watched), [fake_batch(1)])
     hooks = [module._forward_hooks or module._forward_pre_hooks for module in watched.modules()]
     assert not any(hooks)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ("embedding, result y", "first in the forward pass: embedding, result y"),
+        ("blocks.10.norm, result y", "first in the forward pass: blocks.2.norm, operand x"),
+        (None, "first in the forward pass: blocks.2.norm, operand x"),
+    ],
+)
+def test_the_first_layer_of_all_ranks_is_named(monkeypatch: pytest.MonkeyPatch, others, expected):
+    monkeypatch.setattr(
+        anomaly, "gather_from_ranks", lambda own: [others, "blocks.2.norm, operand x" if own is None else own]
+    )
+    assert describe_cause(FakeEngine(model=model(first=nn.Linear(8, 8))), [fake_batch(1)]) == expected
+
+
+def test_a_backward_begins_at_the_end_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    found = iter([[None, None, None], ["blocks.2.mixer: dgrad.dy", None, "lm_head: dgrad.dy"]])
+    monkeypatch.setattr(anomaly, "gather_from_ranks", lambda own: next(found))
+    cause = describe_cause(FakeEngine(model=model(first=nn.Linear(8, 8))), [fake_batch(1)])
+    assert cause == "first in the backward pass: lm_head: dgrad.dy"

@@ -1,6 +1,6 @@
 import torch
 
-from nvfp4_train.engine.extra_losses import ExtraLosses
+from nvfp4_train.parallel.extra_losses import ExtraLosses
 
 
 def twice(tensor: torch.Tensor) -> torch.Tensor:
