@@ -7,6 +7,7 @@ from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
+from nvfp4_train.config.pipeline import PipelineSchedule
 from nvfp4_train.config.problem import ConfigError, Problem
 from nvfp4_train.config.train import TrainConfig
 
@@ -111,12 +112,15 @@ def layout_of(cfg: TrainConfig) -> Layout:
     """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left.
 
     Raises:
-        ConfigError: for another engine than torch, whose memory and traffic are not modelled.
+        ConfigError: for another engine than torch, or a schedule, whose memory and traffic are not modelled.
     """
     parallel, engine = cfg.parallel, cfg.engine
     if not isinstance(engine, TorchEngineConfig):
         rule = "a plan knows what the torch engine holds and sends, and of no other"
         raise ConfigError([Problem(key="engine", value=type(engine).__name__, rule=rule, fix="engine=torch")])
+    if parallel.pipeline_schedule is PipelineSchedule.zbv:
+        key, rule = "parallel.pipeline_schedule", "a plan does not model stages that go there and back"
+        raise ConfigError([Problem(key=key, value="zbv", rule=rule, fix="plan zero_bubble with stages_per_rank=2")])
     return Layout(
         pp=parallel.pp_degree,
         dp_replicate=parallel.dp_replicate_degree,
@@ -125,6 +129,8 @@ def layout_of(cfg: TrainConfig) -> Layout:
         tp=parallel.tp_degree,
         ep=parallel.ep_degree,
         sequence_parallel=parallel.sequence_parallel,
+        schedule=Schedule(parallel.pipeline_schedule.value),
+        num_virtual_stages=parallel.stages_per_rank,
         checkpoint=parallel.activation_checkpoint,
         reshards=engine.reshard_after_forward,
         reshard_ranks=engine.reshard_ranks,

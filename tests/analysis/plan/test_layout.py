@@ -6,6 +6,7 @@ import pytest
 
 from nvfp4_train.analysis.plan.layout import Layout, Schedule, filled, layout_of, layout_problems
 from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.config.problem import ConfigError
 from tests.support.configs import composed
 from tests.support.models import TINY_MOE, tiny_model
 
@@ -33,6 +34,22 @@ def test_the_configuration_is_read():
     assert not layout.reshards
     assert not layout.sequence_parallel
     assert layout.num_microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, Schedule.gpipe), (2, Schedule.interleaved), (2, Schedule.zero_bubble)]
+)
+def test_the_pipeline_is_read(stages: int, schedule: Schedule):
+    pipeline = [f"parallel.pipeline_schedule={schedule.value}", f"parallel.stages_per_rank={stages}"]
+    layout = layout_of(composed("experiment=tiny", "parallel.pp_degree=2", *pipeline))
+    assert (layout.pp, layout.schedule, layout.num_virtual_stages) == (2, schedule, stages)
+
+
+def test_a_schedule_that_is_not_modelled_is_an_error():
+    v_schedule = ["parallel.pipeline_schedule=zbv", "parallel.stages_per_rank=2", "model.tie_embeddings=false"]
+    cfg = composed("experiment=tiny", "parallel.pp_degree=2", *v_schedule)
+    with pytest.raises(ConfigError, match="zero_bubble"):
+        layout_of(cfg)
 
 
 def test_what_is_left_goes_to_dp_shard():
