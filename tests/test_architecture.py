@@ -37,8 +37,9 @@ AMBIENT_RANDOM = {
 # Packages that run in a training step, and the files in them that may wait for the device.
 STEP_PACKAGES = ("model", "precision", "optim", "parallel", "engine", "train")
 SYNC_FILES = {"train/metrics.py", "train/evaluate.py"}
-# Where the shapes of the computation are data: the CPU's document spans, and the token counts of emulated experts.
-SYNC_FILES |= {"model/documents.py", "precision/experts.py"}
+# Where the shapes of the computation are data: the CPU's document spans, the token counts of emulated experts and of an
+# all-to-all between ranks.
+SYNC_FILES |= {"model/documents.py", "precision/experts.py", "parallel/expert.py"}
 SYNC_METHODS = {"item", "tolist", "cpu", "numpy"}
 # A run is described by its YAML; what launchers and compilers say comes from the environment.
 ENVIRONMENT_FILES = {"parallel/runtime.py", "numerics/kernels/loader.py"}

@@ -124,6 +124,7 @@ def layout_of(cfg: TrainConfig) -> Layout:
         cp=parallel.cp_degree,
         tp=parallel.tp_degree,
         ep=parallel.ep_degree,
+        sequence_parallel=parallel.sequence_parallel,
         checkpoint=parallel.activation_checkpoint,
         reshards=engine.reshard_after_forward,
         reshard_ranks=engine.reshard_ranks,

@@ -67,10 +67,10 @@ def test_all_mistakes_of_flags_and_configuration_at_once():
         "--hardware",
         "batch.sequence_length",
     ]
-    assert keys(*DEMO, "recipe.keep_bf16.modules=[x]", "parallel.cp_degree=3", "--devices", "3", "--hardware", "X") == [
+    assert keys(*DEMO, "recipe.keep_bf16.modules=[x]", "--devices", "32", "--hardware", "X") == [
         "--hardware",
         "recipe.keep_bf16.modules",
-        "batch.sequence_length",
+        "batch.global_batch_size",
     ]
 
 

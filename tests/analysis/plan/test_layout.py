@@ -20,8 +20,10 @@ def keys(layout: Layout, *, devices: int | None = None) -> list[str]:
 def test_the_configuration_is_read():
     cfg = composed(
         "experiment=tiny",
+        "model.mamba.num_groups=2",
         "parallel.dp_shard_degree=2",
         "parallel.tp_degree=2",
+        "parallel.sequence_parallel=false",
         "parallel.activation_checkpoint=block",
         "engine.reshard_after_forward=false",
     )
@@ -29,6 +31,7 @@ def test_the_configuration_is_read():
     assert (layout.dp_shard, layout.tp, layout.devices) == (2, 2, 4)
     assert layout.checkpoint is ActivationCheckpoint.block
     assert not layout.reshards
+    assert not layout.sequence_parallel
     assert layout.num_microbatches == 1
 
 

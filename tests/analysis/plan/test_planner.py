@@ -81,10 +81,12 @@ def test_rules_that_match_nothing_come_with_the_others():
 
 
 def test_local_widths_are_checked():
-    wrong = planner("experiment=demo", "model.mamba.num_groups=2")
+    """33 blocks of 16 columns are whole blocks, half of them are not."""
+    wrong = planner("experiment=demo", "model.mamba.num_groups=2", "model.mlp.d_ff=528")
     layout = Layout(micro_batch_size=1, global_batch_size=4, sequence_length=512, tp=2)
-    [problem] = wrong.problems(layout, devices=2)
-    assert "in_proj" in problem.key
+    problems = wrong.problems(layout, devices=2)
+    assert problems
+    assert all("_proj" in problem.key and problem.value == 264 for problem in problems), problems
 
 
 @pytest.mark.parametrize("hardware", ["H100", "H200", "B200", "GB200", "GB300", "MI355X"])
