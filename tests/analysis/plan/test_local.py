@@ -47,7 +47,7 @@ def test_a_block_alone_runs_what_it_runs_in_the_model():
 
 
 def test_local_widths_are_held_against_the_recipe():
-    cfg = composed("experiment=demo", "model.mamba.num_groups=2")  # in_proj of half a model has 648 rows
-    key = BlockKey(kind=LayerKind.mamba, kept=frozenset())
-    with pytest.raises(ConfigError, match="in_proj"):
+    cfg = composed("experiment=demo", "model.mlp.d_ff=528")  # half of it is 16 blocks and a half
+    key = BlockKey(kind=LayerKind.mlp, kept=frozenset())
+    with pytest.raises(ConfigError, match="up_proj"):
         local_block(key, cfg.model, cfg.recipe, layout=HALF)
