@@ -59,5 +59,6 @@ def split_layers(model: HybridLM, tp: TensorParallel) -> None:
         split_block(block, tp)
     for depth in model.mtp.children():
         split_mtp(cast(MtpDepth, depth), tp)
-    keep_norm(model.final_norm, tp)
+    if model.final_norm is not None:  # the end of a pipeline has it
+        keep_norm(model.final_norm, tp)
     split_vocabulary(model, tp)

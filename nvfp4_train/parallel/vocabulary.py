@@ -27,11 +27,15 @@ _ops = torch.ops._c10d_functional
 
 
 def split_vocabulary(model: HybridLM, tp: TensorParallel) -> None:
-    """Spread a model's embedding and output head over the ranks, in place, and with them its loss."""
-    _split_embedding(model.embedding, tp)
-    if model.lm_head is None:
+    """Spread a model's embedding and output head over the ranks, in place, and with them its loss.
+
+    A part of a model may have neither.
+    """
+    if model.embedding is not None:
+        _split_embedding(model.embedding, tp)
+    if model.cfg.tie_embeddings:
         model.tied_logits = partial(_tied_logits, tp, model.tied_logits)
-    else:
+    if model.lm_head is not None:
         split_outputs(model.lm_head, tp)
         model.lm_head.forward = partial(_head_logits, tp, model.lm_head.forward)  # type: ignore[method-assign]
     model.cross_entropy = partial(cross_entropy_sum_, group=tp.group)

@@ -68,14 +68,6 @@ LAYOUTS = (
     Layout(name="cp2", world_size=2, changes={"cp": 2}, reorders_sums=True, moves_tokens=True),
     Layout(name="ep2", world_size=2, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
     Layout(name="fsdp4, ep2", world_size=4, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
-    Layout(name="cp2 x tp2", world_size=4, changes={"cp": 2, "tp": 2}, reorders_sums=True, moves_tokens=True),
-    Layout(
-        name="fsdp2, ep2 x tp2",
-        world_size=4,
-        changes={"shard": 2, "tp": 2, "ep": 2},
-        reorders_sums=True,
-        moves_tokens=True,
-    ),
     Layout(name="pp2 gpipe", world_size=2, changes={"pp": 2, "schedule": "gpipe"}),
     Layout(name="pp2 1f1b", world_size=2, changes={"pp": 2}),
     Layout(name="pp2 interleaved", world_size=2, changes={"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}),
@@ -86,6 +78,15 @@ LAYOUTS = (
         changes={"pp": 2, "schedule": "zero_bubble", "stages_per_rank": 2},
     ),
     Layout(name="fsdp2 x pp2", world_size=4, changes={"pp": 2, "shard": 2}),
+    Layout(name="tp2 x pp2", world_size=4, changes={"pp": 2, "tp": 2}, reorders_sums=True),
+    Layout(name="cp2 x tp2", world_size=4, changes={"cp": 2, "tp": 2}, reorders_sums=True, moves_tokens=True),
+    Layout(
+        name="fsdp2, ep2 x tp2",
+        world_size=4,
+        changes={"shard": 2, "tp": 2, "ep": 2},
+        reorders_sums=True,
+        moves_tokens=True,
+    ),
 )
 
 
