@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nvfp4_train.analysis.plan.layout import Layout, Schedule, filled, layout_of, layout_problems
+from nvfp4_train.config.model import NormGroup
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.problem import ConfigError
 from tests.support.configs import composed
@@ -90,6 +91,19 @@ def test_what_does_not_divide_is_refused(changes: dict[str, object], key: str):
 
 def test_a_layout_that_fits_has_no_problems():
     assert keys(replace(LAYOUT, pp=2, dp_shard=2, cp=2, tp=2, ep=4)) == []
+
+
+def test_a_norm_over_the_whole_width_is_not_divided():
+    mamba = replace(MODEL.mamba, norm_group=NormGroup.whole)
+    [problem] = layout_problems(replace(LAYOUT, tp=2), replace(MODEL, mamba=mamba), devices=2)
+    assert problem.key == "model.mamba.norm_group"
+    assert layout_problems(LAYOUT, replace(MODEL, mamba=mamba), devices=1) == []
+
+
+def test_the_width_between_experts_is_divided():
+    moe = replace(MODEL.moe, d_latent=17)
+    [problem] = layout_problems(replace(LAYOUT, tp=2), replace(MODEL, moe=moe), devices=2)
+    assert problem.key == "model.moe.d_latent"
 
 
 def test_segments_of_the_pattern_are_stages():
