@@ -119,11 +119,11 @@ def race_models(kind: str, names: Iterable[str], *, arguments: argparse.Namespac
     reference = names[-1]
     clock = choose_clock(arguments.threads, cpu_time=arguments.cpu_time)
     steps = {name: build_step(name, kind=kind, size=arguments.tokens) for name in names}
-    results = race(steps, reference=reference, rounds=arguments.rounds, elements=arguments.tokens, clock=clock)
-    print_table(f"{kind}: {arguments.tokens} tokens, {arguments.threads} threads", results, reference=reference)
+    results = race(steps, references=(reference,), rounds=arguments.rounds, elements=arguments.tokens, clock=clock)
+    print_table(f"{kind}: {arguments.tokens} tokens, {arguments.threads} threads", results)
     for result in results:
         print(
-            f"{result.name:20} {1e9 * result.elements_per_second:8.0f} tokens/s, {1 / result.ratio:5.2f} x {reference}"
+            f"{result.name:20} {1e9 * result.elements_per_second:8.0f} tokens/s, {1 / result.ratios[reference]:5.2f} x {reference}"
         )
     return results
 
@@ -132,12 +132,11 @@ def race_lengths(arguments: argparse.Namespace) -> list[Result]:
     """Time per token of a model of Mamba layers only; the reference is the shortest sequence."""
     clock = choose_clock(arguments.threads, cpu_time=arguments.cpu_time)
     steps = {str(size): build_step("bf16", kind="mamba", size=size) for size in LENGTHS}
-    results = race(steps, reference=str(LENGTHS[0]), rounds=arguments.length_rounds, clock=clock)
+    results = race(steps, references=(str(LENGTHS[0]),), rounds=arguments.length_rounds, clock=clock)
     print("\nmamba, bf16: time per token by length")
     for size, result in zip(LENGTHS, results, strict=True):
-        print(
-            f"{size:6} {1e3 * result.median_ms / size:8.1f} us, {result.ratio * LENGTHS[0] / size:5.2f} x 1024 tokens"
-        )
+        per_token = result.ratios[str(LENGTHS[0])] * LENGTHS[0] / size
+        print(f"{size:6} {1e3 * result.median_ms / size:8.1f} us, {per_token:5.2f} x 1024 tokens")
     return results
 
 
