@@ -122,9 +122,8 @@ def race_models(kind: str, names: Iterable[str], *, arguments: argparse.Namespac
     results = race(steps, references=(reference,), rounds=arguments.rounds, elements=arguments.tokens, clock=clock)
     print_table(f"{kind}: {arguments.tokens} tokens, {arguments.threads} threads", results)
     for result in results:
-        print(
-            f"{result.name:20} {1e9 * result.elements_per_second:8.0f} tokens/s, {1 / result.ratios[reference]:5.2f} x {reference}"
-        )
+        speed = 1e9 * result.elements_per_second
+        print(f"{result.name:20} {speed:8.0f} tokens/s, {1 / result.ratios[reference]:5.2f} x {reference}")
     return results
 
 
