@@ -1,9 +1,12 @@
+import pytest
+
 from nvfp4_train.config import check
 from nvfp4_train.config.check import compositions, main
 from nvfp4_train.config.load import default_choices
 from nvfp4_train.config.tree import group_choices
 
 
+@pytest.mark.slow  # `make check` does it
 def test_every_yaml_composes(capsys):
     assert main() == 0
     assert capsys.readouterr().out.count("ok  ") == len(compositions())
