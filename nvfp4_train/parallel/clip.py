@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nvfp4_train.parallel.local import local_part
+
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], *, pipeline: dist.ProcessGroup | None = None) -> Tensor:
@@ -25,7 +27,7 @@ def global_grad_norm(parameters: Iterable[Tensor], *, pipeline: dist.ProcessGrou
     # Gradients that are spread over the same ranks share one reduction.
     by_layout: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for gradient in gradients:
-        by_layout.setdefault(_sharding_groups(gradient), []).append(_local(gradient))
+        by_layout.setdefault(_sharding_groups(gradient), []).append(local_part(gradient))
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for groups, tensors in by_layout.items():
         norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
@@ -47,12 +49,8 @@ def clip_gradients(parameters: Iterable[Tensor], *, norm: Tensor, max_norm: floa
         norm: Their global norm, FP32 scalar.
         max_norm: Largest norm that is left alone.
     """
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

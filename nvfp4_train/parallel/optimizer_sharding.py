@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nvfp4_train.optim.sharding import Sharding
+from nvfp4_train.parallel.local import local_part
 
 MATRIX_DIMS = 2
 
 
 def dtensor_sharding() -> Sharding:
     """Return the access to parameters that are DTensors over any mesh, or plain tensors."""
-    return Sharding(local=_local, zeros_like=_zeros_like, map_whole=map_whole)
+    return Sharding(local=local_part, zeros_like=_zeros_like, map_whole=map_whole)
 
 
 def map_whole(tensors: list[Tensor], functions: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
@@ -30,7 +31,7 @@ def map_whole(tensors: list[Tensor], functions: Sequence[Callable[[Tensor], Tens
     for index, (tensor, function) in enumerate(zip(tensors, functions, strict=True)):
         sharded = _sharded_axes(tensor)
         if not sharded:
-            results[index] = function(_local(tensor))
+            results[index] = function(local_part(tensor))
         elif len(sharded) == 1 and isinstance(tensor, DTensor):
             traveling.setdefault(_route(tensor, sharded[0]), []).append(index)
         else:
@@ -42,7 +43,7 @@ def map_whole(tensors: list[Tensor], functions: Sequence[Callable[[Tensor], Tens
     for route, indices in traveling.items():
         for start in range(0, len(indices), route.num_ranks):
             batch = indices[start : start + route.num_ranks]
-            parts = route.apply([_local(tensors[i]) for i in batch], [functions[i] for i in batch])
+            parts = route.apply([local_part(tensors[i]) for i in batch], [functions[i] for i in batch])
             for index, part in zip(batch, parts, strict=True):
                 results[index] = part
     return [result for result in results if result is not None]
@@ -110,12 +111,8 @@ def _sharded_axes(tensor: Tensor) -> list[int]:
     ]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _zeros_like(tensor: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    local = _local(tensor)
+    local = local_part(tensor)
     zeros = torch.zeros_like(local, dtype=dtype, device=device)
     if device.type == "cpu" and local.device.type != "cpu":
         zeros = zeros.pin_memory()
