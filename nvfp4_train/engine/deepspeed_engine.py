@@ -9,7 +9,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,26 +35,24 @@ from nvfp4_train.checkpoint.zero_files import (
 )
 from nvfp4_train.config.engine import LAST_STAGE, DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.data.batch import Batch
-from nvfp4_train.engine.base import Forward, LossSum
+from nvfp4_train.engine.base import BaseEngine
 from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import HybridLM
-from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import set_schedule
 from nvfp4_train.parallel.extra_losses import ExtraLosses
 from nvfp4_train.parallel.mesh import Mesh
-from nvfp4_train.precision.amax_history import end_step
+from nvfp4_train.parallel.runner import model_inputs
 from nvfp4_train.precision.coverage import PrecisionPlan
-from nvfp4_train.precision.high_precision import high_precision
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(BaseEngine):
     """See `Engine`. Other than there, a step waits for the device: DeepSpeed looks at the gradient norm.
 
     Args:
         model: Plain, with values, on its device; DeepSpeed takes its parameters over.
         optimizer: From `build_stateless`.
         mesh: Of all ranks, which all share the data axes.
-        plan: Of the precision pass, as for the torch engine.
+        plan: Of the precision pass; this engine alone moves its position.
         cfg: How DeepSpeed shards and offloads.
         max_grad_norm: Largest global gradient norm; 0 does not clip.
     """
@@ -71,13 +69,7 @@ class DeepSpeedEngine:
         cfg: DeepSpeedEngineConfig,
         max_grad_norm: float,
     ) -> None:
-        self.model = model
-        self.mesh = mesh
-        self.step = 0
-        self.extra_losses: dict[str, Tensor] = {}
-        self._optimizer = optimizer
-        self._position = plan.position
-        self._after_step = plan.after_step
+        super().__init__(model, optimizer=optimizer, mesh=mesh, plan=plan)
         self._deepspeed = _start_deepspeed(mesh.device)
         for block in _blocks_run_once(model):
             self._deepspeed.utils.set_z3_leaf_module(block, True)
@@ -103,11 +95,11 @@ class DeepSpeedEngine:
         extra = ExtraLosses()
         for index, batch in enumerate(batches):
             self._zero.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss_sum = self._forward(batch)
+            loss_sum = self._run_forward(batch)
             self._zero.backward(loss_sum / denominator * self._loss_factor, scale_wrt_gas=False)
             total += loss_sum.detach()
             extra.add(self.model.extra_losses)
-        total, self.extra_losses = extra.reduce(total, sum_over_data=self.mesh.sum_over_data)
+        total, self.extra_losses = extra.reduce(total, sum_over_data=self.mesh.sum_over_tokens)
         return total / denominator
 
     def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
@@ -115,23 +107,8 @@ class DeepSpeedEngine:
         set_schedule(self._optimizer, lr=lr, weight_decay=weight_decay)
         self._zero.step()  # which leaves everything as it was where the norm is not finite
         norm = torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.mesh.device)
-        skip = (~norm.isfinite()).to(torch.float32)
-        balance_experts(self.model, sum_over_data=self.mesh.sum_over_data, skip=skip)
-        self.step += 1
-        end_step(self.model, largest_over_ranks=self.mesh.max_over_tokens)
-        if self._after_step is not None:
-            with self._whole_parameters():
-                self._after_step(self.model, step=self.step)
-        self._position.weights_changed()
+        self._end_step(skip=(~norm.isfinite()).to(torch.float32))
         return norm
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch, *, forward: Forward) -> LossSum:
-        """Take the loss of one microbatch per rank; see `Engine`."""
-        with high_precision(self._position) if forward is Forward.bf16 else nullcontext():
-            loss_sum = self._forward(batch)
-        num_labels = batch.num_labels().to(self.mesh.device)
-        return LossSum(loss_sum=self.mesh.sum_over_data(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
 
     def save(self, path: Path, metadata: dict[str, Any]) -> None:
         """Save a checkpoint; see `Engine`."""
@@ -202,21 +179,16 @@ class DeepSpeedEngine:
             piece.of_rank(state[key]).copy_(piece.of_whole(whole[key]))
 
     @contextmanager
-    def _whole_parameters(self) -> Iterator[None]:
+    def _writable_parameters(self) -> Iterator[None]:
         """Let the parameters be read and changed inside the block, in the same way on every rank."""
         parameters = list(self.model.parameters())
         with self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
             yield
         self._zero.optimizer.refresh_fp32_params()
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the cross-entropy over this rank's microbatch."""
-        self._position.start_microbatch(step=self.step, row_offset=batch.microbatch_index * batch.tokens.numel())
-        local = batch.to(self.mesh.device)
-        loss: Tensor = self._zero(
-            local.tokens, document_ids=local.document_ids, position_ids=local.position_ids, labels=local.labels
-        )
-        return loss
+    def _run_forward(self, batch: Batch) -> Tensor:
+        loss_sum: Tensor = self._zero(**model_inputs(self._start(batch)))
+        return loss_sum
 
 
 class _DurableWriter:
