@@ -2,7 +2,8 @@
 
 DeepSpeed runs in FP32: model code casts each weight to the compute dtype itself, so that the small modules see FP32
 values, the quantizer sees the BF16 cast of the master, and gradients of weights are FP32, as in the torch engine.
-Gradients are summed over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
+Stage 3 sends weights in the dtype of that cast, which changes no value that a Linear computes with. Gradients are summed
+over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
 """
 
 import importlib
@@ -15,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nvfp4_train.checkpoint.folder import read_info, sync_directory
@@ -40,6 +41,7 @@ from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.optim.update import set_schedule
 from nvfp4_train.parallel.extra_losses import ExtraLosses
+from nvfp4_train.parallel.fsdp import parameters_in_compute_dtype
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.runner import model_inputs
 from nvfp4_train.precision.coverage import PrecisionPlan
@@ -82,10 +84,15 @@ class DeepSpeedEngine(BaseEngine):
         groups = [dict(group) for group in self._zero._get_zero_param_shapes()]
         self._layout = Layout(stage=cfg.zero_stage, num_ranks=mesh.dp_degree, groups=groups)
         self._loss_factor = 1
+        self._sent_rounded: list[nn.Parameter] = []
         if cfg.zero_stage == LAST_STAGE:
             # It always averages, but undoes a loss scale after that: 1 / ranks, which the loss takes back.
             self._loss_factor = mesh.dp_degree
             self._zero.optimizer.override_loss_scale(1 / mesh.dp_degree)
+            # Those that stay gathered are sent once a step: they are small.
+            weights = parameters_in_compute_dtype(model)
+            self._sent_rounded = [parameter for parameter in weights if not parameter.ds_persist]
+            self._send_weights_in(model.compute_dtype)
         # A script that would be copied into each checkpoint: at a full disk rank 0 alone would fail.
         self._zero._copy_recovery_script = lambda save_path: None
 
@@ -182,9 +189,20 @@ class DeepSpeedEngine(BaseEngine):
     def _writable_parameters(self) -> Iterator[None]:
         """Let the parameters be read and changed inside the block, in the same way on every rank."""
         parameters = list(self.model.parameters())
+        self._send_weights_in(torch.float32)
         with self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
             yield
+        self._send_weights_in(self.model.compute_dtype)
         self._zero.optimizer.refresh_fp32_params()
+
+    def _send_weights_in(self, dtype: torch.dtype) -> None:
+        """Say in which dtype ranks send each other the weights of Linears; they arrive in FP32, as their shards are.
+
+        DeepSpeed has this for `torch.autocast`, whose other parts would round gradients of weights and what the small
+        modules compute: only what it notes on a parameter is used.
+        """
+        for parameter in self._sent_rounded:
+            setattr(parameter, self._deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME, dtype)
 
     def _run_forward(self, batch: Batch) -> Tensor:
         loss_sum: Tensor = self._zero(**model_inputs(self._start(batch)))
