@@ -2,8 +2,8 @@
 
 DeepSpeed runs in FP32: model code casts each weight to the compute dtype itself, so that the small modules see FP32
 values, the quantizer sees the BF16 cast of the master, and gradients of weights are FP32, as in the torch engine.
-Stage 3 sends weights in the dtype of that cast, which changes no value that a Linear computes with. Gradients are summed
-over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
+Stage 3 sends weights in the dtype of that cast, which changes no value that a Linear computes with. Gradients are
+summed over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
 """
 
 import importlib
@@ -91,7 +91,7 @@ class DeepSpeedEngine(BaseEngine):
             self._zero.optimizer.override_loss_scale(1 / mesh.dp_degree)
             # Those that stay gathered are sent once a step: they are small.
             weights = parameters_in_compute_dtype(model)
-            self._sent_rounded = [parameter for parameter in weights if not parameter.ds_persist]
+            self._sent_rounded = [parameter for parameter in weights if not parameter.ds_persist]  # type: ignore[attr-defined]
             self._send_weights_in(model.compute_dtype)
         # A script that would be copied into each checkpoint: at a full disk rank 0 alone would fail.
         self._zero._copy_recovery_script = lambda save_path: None
