@@ -38,6 +38,7 @@ from tests.support.tiny import (
     parity_model,
     tiny_batches,
     tiny_model,
+    tiny_optimizer,
 )
 
 pytestmark = [needs_deepspeed, pytest.mark.distributed]
@@ -48,6 +49,8 @@ NVFP4_STEPS = 5
 # As in the table of layouts: Adam turns the rounding of a gradient near zero into a step of this size.
 NVFP4_LEARNING_RATE = 3e-4
 SAVED_STEP = 2
+# With such an eps the size of a gradient matters to Adam, and with that its clipping.
+UNCLIPPED = tiny_optimizer(clip_grad_norm=0.0, eps=0.01)
 CHECKPOINTED = ((1, "block"), (1, "selective"), (3, "block"), (3, "selective"))
 FP32 = cast_recipe(ComputeDtype.fp32)
 HALVING = replace(
@@ -219,6 +222,8 @@ def run_four_ranks(runtime: Runtime) -> dict[str, Any]:
 
 def run_variants(runtime: Runtime) -> dict[str, Any]:
     found = {name: trained(runtime, FP32, cfg, 3) for name, cfg in OPTIONS.items()}
+    for stage in STAGES:
+        found[f"unclipped_{stage}"] = trained(runtime, FP32, deepspeed_engine(stage), 3, optimizer=UNCLIPPED)
     for stage, mode in CHECKPOINTED:
         parallel = parallel_layout(activation_checkpoint=ActivationCheckpoint(mode))
         found[f"{mode}_{stage}"] = trained(
@@ -359,6 +364,18 @@ def test_checkpointing_of_activations_changes_nothing_but_memory(one, variants, 
 def test_options_change_where_things_are_and_not_what_they_are(one, variants, name):
     for found in variants:
         assert_close(found[name], one["fp32"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_largest_norm_of_zero_clips_nothing(runtime, variants, stage):
+    clipped, unclipped = (
+        train(build_tiny_engine(runtime, FP32, model=hybrid(), optimizer=optimizer), range(3))
+        for optimizer in (replace(UNCLIPPED, clip_grad_norm=1.0), UNCLIPPED)
+    )
+    assert unclipped[2] != pytest.approx(clipped[2], rel=1e-4)
+    for found in variants:
+        assert_close(found[f"unclipped_{stage}"], unclipped, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
