@@ -179,7 +179,8 @@ class DeepSpeedEngine(BaseEngine):
         """Copy this rank's piece of a parameter and of its optimizer state into the flat tensors of its group."""
         piece.of_rank(flat).copy_(piece.of_whole(whole["master"]))
         state = self._optimizer.state[flat]
-        state["step"] = whole["step"].to(flat.device)
+        # A copy: a converted checkpoint has one for all groups, and each group counts on its own.
+        state["step"] = whole["step"].to(flat.device, copy=True)
         for key in ADAMW_STATE:
             if key not in state:
                 state[key] = torch.zeros_like(flat)
