@@ -8,6 +8,7 @@ from torch import Tensor
 from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.config.engine import EngineConfig
 from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.data.batch import Batch
@@ -28,6 +29,7 @@ def build_tiny_engine(
     model: ModelConfig | None = None,
     parallel: ParallelConfig | None = None,
     engine: EngineConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
     seed: int = 0,
 ) -> Engine:
     parallel = parallel or parallel_layout()
@@ -38,7 +40,7 @@ def build_tiny_engine(
         mesh=mesh,
         parallel_cfg=parallel,
         engine_cfg=engine or torch_engine(),
-        optimizer_cfg=tiny_optimizer(),
+        optimizer_cfg=optimizer or tiny_optimizer(),
         sequence_length=SEQUENCE_LENGTH,
     )
 
