@@ -20,6 +20,8 @@ from nvfp4_train.parallel.runtime import start_runtime, stop_runtime
 
 # The other ranks of one that failed wait for it in a collective; what they would say is noise.
 GRACE_SECONDS = 3.0
+# What ranks of most tests import: two seconds of each rank.
+PRELOADED = ["pytest", "torch.distributed.checkpoint", "tests.support.configs", "tests.support.engines", __name__]
 
 
 class RankError(AssertionError):
@@ -42,9 +44,9 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_se
     Raises:
         RankError: with the traceback of each rank that raised, or the ranks that did not end in time.
     """
-    # The server forks: ranks start without importing PyTorch again, and without the threads of this process.
+    # The server forks: ranks start without importing anything again, and without the threads of this process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", __name__])
+    context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
     ranks = []
     for index in range(world_size):
