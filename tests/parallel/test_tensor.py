@@ -69,11 +69,12 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
-def run(runtime: Runtime, recipe: RecipeConfig, model: ModelConfig, layout: Any, *, num_steps: int = 3) -> Trained:
+def run(runtime: Runtime, recipe: RecipeConfig, model: ModelConfig, layout: Any) -> Trained:
+    """Two steps of two microbatches: the second of each is not the first to be added to."""
     engine = build_tiny_engine(runtime, recipe, model=model, parallel=layout)
     with recorded_operands(tokens_per_microbatch=SEQUENCE_LENGTH) as operands:
-        steps = train(engine, range(1))
-    steps += train(engine, range(1, num_steps))
+        steps = train(engine, range(1), num_microbatches=2)
+    steps += train(engine, range(1, 2), num_microbatches=2)
     return Trained(steps=steps, operands=operands, parameters=whole_parameters(engine))
 
 
@@ -169,7 +170,7 @@ def test_every_option_of_the_model_trains_as_in_one_process(runtime, ranks, case
             name: (found[case].parameters[name] - one.parameters[name]).abs().max().item() for name in one.parameters
         }
         # One step of Adam moves a value by 3e-3; rounding may turn a tiny gradient around.
-        assert max(differences.values()) < 3 * 3e-3
+        assert max(differences.values()) < 2 * 3e-3
 
 
 @pytest.mark.distributed

@@ -43,22 +43,25 @@ def build_tiny_engine(
     )
 
 
-def step_batches(engine: Engine, step: int) -> list[Batch]:
+def step_batches(engine: Engine, step: int, *, num_microbatches: int = 4) -> list[Batch]:
     """This rank's microbatches of a step."""
-    return tiny_batches(step=step)[engine.mesh.dp_rank :: engine.mesh.dp_degree]
+    batches = tiny_batches(step=step, num_microbatches=num_microbatches)
+    return batches[engine.mesh.dp_rank :: engine.mesh.dp_degree]
 
 
-def add_gradients(engine: Engine, step: int) -> Tensor:
-    batches = step_batches(engine, step)
+def add_gradients(engine: Engine, step: int, *, num_microbatches: int = 4) -> Tensor:
+    batches = step_batches(engine, step, num_microbatches=num_microbatches)
     labels = torch.stack([batch.num_labels() for batch in batches]).sum().float()
     return engine.forward_backward(batches, engine.mesh.sum_over_data(labels))
 
 
-def train(engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE) -> list[tuple[float, float]]:
+def train(
+    engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE, num_microbatches: int = 4
+) -> list[tuple[float, float]]:
     """Take steps and return loss and gradient norm of each, exactly."""
     found = []
     for step in steps:
-        loss = add_gradients(engine, step)
+        loss = add_gradients(engine, step, num_microbatches=num_microbatches)
         norm = engine.optimizer_step(lr=lr, weight_decay=0.1)
         found.append((loss.item(), norm.item()))
     return found
