@@ -105,7 +105,7 @@ def first_step(runtime: Runtime, layout: str) -> dict[Any, Any]:
     parallel = parallel_layout(**LAYOUTS[layout])
     engine = build_tiny_engine(runtime, nvfp4_recipe(), model=tiny_model("M-M-"), parallel=parallel)
     with use(Backend.oracle), recorded_operands(tokens_per_microbatch=SEQUENCE_LENGTH) as operands:
-        train(engine, range(1))
+        train(engine, range(1), num_microbatches=2)
     return operands
 
 
@@ -114,11 +114,11 @@ def run_two(runtime: Runtime, folder: Path) -> dict[str, Any]:
     for layout in ("cp2", "ep2"):
         for key, mode in MODES.items():
             engine = build(runtime, nvfp4_recipe(), layout, mode=mode)
-            found[layout, key] = train(engine, range(2))
+            found[layout, key] = train(engine, range(2), num_microbatches=2)
         found[layout, "evaluated nvfp4"] = evaluated(engine)
         engine = build(runtime, FP32, layout)
         found[layout, "evaluated"] = evaluated(engine)
-        found[layout, "rows"] = train_rows(engine, num_steps=3)
+        found[layout, "rows"] = train_rows(engine, num_steps=2)
         found[layout, "saved"] = save(runtime, layout, folder)
     found["first step"] = first_step(runtime, "cp2")
     for source, targets in MOVES.items():
@@ -144,7 +144,7 @@ def single(runtime, folder) -> dict[str, Any]:
     engine = build(runtime, FP32, "single")
     return {
         "evaluated": evaluated(engine),
-        "rows": train_rows(engine, num_steps=3),
+        "rows": train_rows(engine, num_steps=2),
         "saved": save(runtime, "single", folder),
         "first step": first_step(runtime, "single"),
     }
