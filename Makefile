@@ -14,7 +14,8 @@ READY := .venv/.nvfp4_train_setup
 # One thread per test process: several processes share the cores, and threads that spin make small steps many times slower.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # As many processes as logical cores, 8 at most. A file stays in one process: its tests share what a module fixture made.
-PYTEST := $(TEST_ENV) $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+# Files start in the order of tests/conftest.py, longest first, not in that of their number of tests.
+PYTEST := $(TEST_ENV) $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup train test test-slow check format-check lint types imports spelling configs bench format clean
 

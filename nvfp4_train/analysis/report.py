@@ -1,11 +1,11 @@
 """What a finished run tells its user."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nvfp4_train.analysis.figures import PlotsMissingError, plot_loss_curve, plot_sources
 from nvfp4_train.analysis.runs import Run, Series, load_run
+from nvfp4_train.data.write import write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def report_run(path: Path) -> str:
     except PlotsMissingError as error:
         figure = f"none: {error}"
     summary = summarize(run, figure=figure)
-    (path / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    write_json(path / "summary.json", asdict(summary))
     return format_summary(summary)
 
 

@@ -9,13 +9,13 @@ A folder is a checkpoint only with its marker.
 """
 
 import json
-import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nvfp4_train.checkpoint.error import CheckpointError, damaged
+from nvfp4_train.data.write import sync_directory, write_json, write_text
 
 MARKER = "COMPLETE"
 METADATA = "metadata.json"
@@ -92,36 +92,20 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def write_info(path: Path, info: CheckpointInfo) -> None:
     """Write `metadata.json` into the folder `path`, durably."""
-    _write_durably(path / METADATA, json.dumps(asdict(info), indent=2) + "\n")
+    write_json(path / METADATA, asdict(info))
 
 
 def mark_complete(path: Path) -> None:
     """Write the marker into the folder `path`, durably: everything else in it must be on disk already."""
     sync_directory(path)
-    _write_durably(path / MARKER, "")
+    write_text(path / MARKER, "")
     sync_directory(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory durable: a file's own fsync does not cover its name."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _why_unusable(path: Path) -> str:
     if path.is_dir():
         return f"has no {MARKER} marker, so it was not saved to its end"
     return "is not a folder" if path.exists() else "does not exist"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _step_folders(directory: Path) -> list[Path]:

@@ -18,11 +18,11 @@ from nvfp4_train.checkpoint.folder import (
     CheckpointInfo,
     complete_checkpoints,
     mark_complete,
-    sync_directory,
     write_info,
 )
 from nvfp4_train.checkpoint.ranks import gather_from_ranks, has_ranks, is_first_rank, num_ranks
 from nvfp4_train.checkpoint.state import State
+from nvfp4_train.data.write import sync_directory
 
 PROBE_BYTES = 1 << 20
 

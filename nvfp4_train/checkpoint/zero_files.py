@@ -21,9 +21,9 @@ import torch
 from torch import Size, Tensor
 
 from nvfp4_train.checkpoint.error import damaged
-from nvfp4_train.checkpoint.folder import sync_directory
 from nvfp4_train.checkpoint.load import UNREADABLE
 from nvfp4_train.checkpoint.state import State
+from nvfp4_train.data.write import sync_directory
 
 TAG = "zero"  # the folder of DeepSpeed's files in a checkpoint
 COMMON = "nvfp4_train"  # key of what is ours in the model states

@@ -1,7 +1,6 @@
 """A folder of prepared files that is made once, by whichever process comes first."""
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from nvfp4_train.data.error import DataError
 from nvfp4_train.data.progress import announce
+from nvfp4_train.data.write import sync_directory
 
 
 class Leftovers(StrEnum):
@@ -53,13 +53,13 @@ def _make(folder: Path, make: Callable[[Path], None], leftovers: Leftovers) -> N
     partial.mkdir(exist_ok=leftovers is Leftovers.resume)
     try:
         make(partial)
-        _sync_folder(partial)
+        sync_directory(partial)
     except BaseException:
         if leftovers is Leftovers.discard:
             shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
         raise
     partial.rename(folder)
-    _sync_folder(folder.parent)
+    sync_directory(folder.parent)
 
 
 @contextmanager
@@ -83,11 +83,3 @@ def _exclusive(cache_dir: Path, key: str) -> Iterator[None]:
             announce(f"another process is preparing the data in {cache_dir}; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

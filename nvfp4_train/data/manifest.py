@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nvfp4_train.data.error import DataError
+from nvfp4_train.data.write import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +164,3 @@ def file_digest(path: Path) -> str:
 def text_digest(text: str) -> str:
     """Return a hash of a text, the same kind as ``file_digest``."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def write_json(path: Path, values: object) -> None:
-    """Write JSON so that a reader, or the next start after a kill, finds the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

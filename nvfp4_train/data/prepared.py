@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nvfp4_train.data.manifest import shard_prefixes, write_json
+from nvfp4_train.data.manifest import shard_prefixes
 from nvfp4_train.data.split import Split
+from nvfp4_train.data.write import write_json
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

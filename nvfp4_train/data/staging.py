@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from nvfp4_train.data.error import DataError
-from nvfp4_train.data.manifest import file_digest, write_json
+from nvfp4_train.data.manifest import file_digest
+from nvfp4_train.data.write import write_json
 
 _COPY_BYTES = 1 << 22
 _ATTEMPTS = 3

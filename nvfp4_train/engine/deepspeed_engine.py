@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nvfp4_train.checkpoint.folder import read_info, sync_directory
+from nvfp4_train.checkpoint.folder import read_info
 from nvfp4_train.checkpoint.load import check_engine, check_same_shapes
 from nvfp4_train.checkpoint.save import save_files
 from nvfp4_train.checkpoint.state import common_tensors
@@ -36,6 +36,7 @@ from nvfp4_train.checkpoint.zero_files import (
 )
 from nvfp4_train.config.engine import LAST_STAGE, DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.data.write import sync_directory
 from nvfp4_train.engine.base import BaseEngine
 from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import HybridLM

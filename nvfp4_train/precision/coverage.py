@@ -1,11 +1,8 @@
 """What every Linear runs and why: the result of the precision pass, as a file and as a table."""
 
-import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nvfp4_train.config.recipe import ComputeDtype, LinearRecipe
@@ -106,9 +103,9 @@ def _precision(element: Format) -> Precision:
     return Precision(element.value) if element in HIGH_PRECISION_FORMATS else Precision.fp8
 
 
-def save_coverage(plan: PrecisionPlan, path: Path) -> None:
-    """Write the coverage report as JSON; a reader sees the old file or the new one, never a part."""
-    report = {
+def coverage_report(plan: PrecisionPlan) -> dict[str, object]:
+    """Return every Linear with its recipe, and the totals, as values that JSON has."""
+    return {
         "recipe": plan.recipe,
         "compute_dtype": plan.compute_dtype.value,
         "num_linears": len(plan.coverage),
@@ -117,9 +114,6 @@ def save_coverage(plan: PrecisionPlan, path: Path) -> None:
         "extensions": plan.extensions,
         "linears": [asdict(row) for row in plan.coverage],
     }
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(path)
 
 
 def format_coverage(plan: PrecisionPlan) -> str:

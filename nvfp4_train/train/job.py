@@ -12,7 +12,7 @@ from nvfp4_train.engine.build import PreparedModel, build_engine
 from nvfp4_train.model.mamba_kernels import choose_kernels
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.runtime import Runtime
-from nvfp4_train.precision.coverage import format_coverage, save_coverage
+from nvfp4_train.precision.coverage import coverage_report, format_coverage
 from nvfp4_train.train.callback import Callback
 from nvfp4_train.train.callbacks.anomaly import StopOnNonFinite
 from nvfp4_train.train.callbacks.checkpointing import Checkpointing
@@ -163,7 +163,7 @@ class Job:
         self.folder.write_json("versions.json", collect_versions())
         self.folder.write_json("model.json", {"num_parameters": self.prepared.num_parameters})
         self.folder.write_lineage(start.lineage)
-        save_coverage(self.prepared.plan, self.folder.path / "coverage.json")
+        self.folder.write_json("coverage.json", coverage_report(self.prepared.plan))
         resume_step = start.state().step if start.is_own else None
         sinks = build_sinks(cfg.logging, folder=self.folder, resume_step=resume_step)
         sinks.append(build_console(progress_bar=cfg.logging.progress_bar, total_tokens=cfg.run.tokens))

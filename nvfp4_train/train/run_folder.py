@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvfp4_train.data.write import write_json, write_text
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -95,15 +97,4 @@ class RunFolder:
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file of the folder in one piece."""
-        self.write_text(name, json.dumps(value, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at ``path`` in one piece, durably; its folder is made if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+        write_json(self.path / name, value)

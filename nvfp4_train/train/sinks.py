@@ -8,7 +8,8 @@ from typing import Literal, Protocol
 from torch.utils.tensorboard import SummaryWriter
 
 from nvfp4_train.config.logging import LoggingConfig, WandbMode
-from nvfp4_train.train.run_folder import RunFolder, write_text
+from nvfp4_train.data.write import write_text
+from nvfp4_train.train.run_folder import RunFolder
 
 _WANDB_MODES: dict[WandbMode, Literal["offline", "online"]] = {
     WandbMode.offline: "offline",

@@ -1,5 +1,4 @@
 import hashlib
-import json
 
 import pytest
 
@@ -15,7 +14,6 @@ from nvfp4_train.data.manifest import (
     read_manifest,
     shard_prefixes,
     text_digest,
-    write_json,
     write_manifest,
 )
 from tests.support.token_files import write_pair
@@ -76,11 +74,3 @@ def test_digests_follow_the_content(tmp_path):
     (tmp_path / "t").write_text("text")
     expected = hashlib.blake2b(b"text", digest_size=16).hexdigest()
     assert file_digest(tmp_path / "t") == text_digest("text") == expected
-
-
-def test_json_is_replaced_at_once(tmp_path):
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}

@@ -74,11 +74,11 @@ def run_two(runtime: Runtime) -> dict[str, Any]:
     for layout in ("cp2", "ep2"):
         for key, mode in MODES.items():
             engine = build(runtime, nvfp4_recipe(), layout, mode=mode)
-            found[layout, key] = train(engine, range(2))
+            found[layout, key] = train(engine, range(2), num_microbatches=2)
         found[layout, "evaluated nvfp4"] = evaluated(engine)
         engine = build(runtime, FP32, layout)
         found[layout, "evaluated"] = evaluated(engine)
-        found[layout, "rows"] = train_rows(engine, num_steps=3)
+        found[layout, "rows"] = train_rows(engine, num_steps=2)
     return found
 
 
@@ -93,7 +93,7 @@ def single(runtime) -> dict[str, Any]:
     engine = build(runtime, FP32, "single")
     return {
         "evaluated": evaluated(engine),
-        "rows": train_rows(engine, num_steps=3),
+        "rows": train_rows(engine, num_steps=2),
     }
 
 

@@ -96,8 +96,9 @@ def run_rank(runtime: Runtime) -> dict[str, Any]:
         apply_context(model, mesh=mesh)
         found[f"{name} logits"] = logits_of(model, local)
         found[f"{name} perturbed"] = logits_of(model, cut_rows(perturbed(tokens), mesh=mesh))
-        compile_blocks(model, backend="eager")
-        found[f"{name} compiled"] = logits_of(model, local)
+        if name == "windowed":
+            compile_blocks(model, backend="eager")
+            found["compiled"] = logits_of(model, local)
     batch = Batch(tokens=tokens, labels=labels, document_ids=IDS, position_ids=IDS, microbatch_index=2)
     found["stream"] = stream_rows(batch, mesh=mesh)
     found["exchange"] = exchanged(mesh.group("cp"), runtime.rank)
@@ -166,8 +167,12 @@ def test_every_choice_of_an_expert_is_counted_once(name, one):
 def test_logits_are_those_of_whole_rows(name):
     expected = logits_of(double_model(is_windowed=name == "windowed", pattern="M*-M"), data()[0])
     assert_exact(torch.cat([found[f"{name} logits"] for found in ranks()], dim=1), expected)
+
+
+@pytest.mark.distributed
+def test_capturing_changes_no_bit():
     for found in ranks():
-        assert torch.equal(found[f"{name} compiled"], found[f"{name} logits"])
+        assert torch.equal(found["compiled"], found["windowed logits"])
 
 
 @pytest.mark.distributed

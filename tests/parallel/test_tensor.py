@@ -69,11 +69,12 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
-def run(runtime: Runtime, recipe: RecipeConfig, model: ModelConfig, layout: Any, *, num_steps: int = 3) -> Trained:
+def run(runtime: Runtime, recipe: RecipeConfig, model: ModelConfig, layout: Any) -> Trained:
+    """Two steps of two microbatches: the second of each is not the first to be added to."""
     engine = build_tiny_engine(runtime, recipe, model=model, parallel=layout)
     with recorded_operands(tokens_per_microbatch=SEQUENCE_LENGTH) as operands:
-        steps = train(engine, range(1))
-    steps += train(engine, range(1, num_steps))
+        steps = train(engine, range(1), num_microbatches=2)
+    steps += train(engine, range(1, 2), num_microbatches=2)
     return Trained(steps=steps, operands=operands, parameters=whole_parameters(engine))
 
 
@@ -107,12 +108,13 @@ def losses_with_padding(runtime: Runtime, layout: Any, model: ModelConfig) -> li
     return found
 
 
-def compiled(runtime: Runtime) -> Trained:
+def plain_and_compiled(runtime: Runtime, model: ModelConfig) -> tuple[Trained, Trained]:
     """Without code generation: what the compiler captured."""
+    plain = run(runtime, nvfp4_recipe(), model, SPLIT)
     torch._dynamo.reset()
     captured = partial(compile_blocks, backend="aot_eager")
     with patch("nvfp4_train.parallel.apply.compile_blocks", captured):
-        return run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, compile=Compile.block))
+        return plain, run(runtime, nvfp4_recipe(), model, parallel_layout(tp=2, compile=Compile.block))
 
 
 DENSE = tiny_model("M*-/*")
@@ -140,7 +142,7 @@ def run_cases(runtime: Runtime) -> dict[str, Any]:
         "again": run(runtime, nvfp4_recipe(), HYBRID, SPLIT),
         "checkpointed": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, activation_checkpoint=block)),
         "products_kept": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, activation_checkpoint=selective)),
-        "compiled": compiled(runtime),
+        "compiled": plain_and_compiled(runtime, tiny_model("M-")),
         "logits": logits_of(runtime, SPLIT, HYBRID),
         "padding": losses_with_padding(runtime, SPLIT, HYBRID),
     }
@@ -169,7 +171,7 @@ def test_every_option_of_the_model_trains_as_in_one_process(runtime, ranks, case
             name: (found[case].parameters[name] - one.parameters[name]).abs().max().item() for name in one.parameters
         }
         # One step of Adam moves a value by 3e-3; rounding may turn a tiny gradient around.
-        assert max(differences.values()) < 3 * 3e-3
+        assert max(differences.values()) < 2 * 3e-3
 
 
 @pytest.mark.distributed
@@ -241,10 +243,24 @@ def test_the_same_layout_twice_is_bitwise_the_same(ranks):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["checkpointed", "products_kept", "compiled"])
-def test_checkpointing_and_capturing_change_no_bit(ranks, case):
+@pytest.mark.parametrize("case", ["checkpointed", "products_kept"])
+def test_checkpointing_changes_no_bit(ranks, case):
     for found in ranks:
         assert found[case].steps == found["hybrid"].steps
+
+
+@pytest.mark.distributed
+def test_capturing_changes_no_bit(ranks):
+    for found in ranks:
+        plain, compiled = found["compiled"]
+        assert compiled.steps == plain.steps
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_capturing_every_kind_of_block_changes_no_bit():
+    for plain, compiled in run_on_ranks(plain_and_compiled, 2, HYBRID, timeout_seconds=300):
+        assert compiled.steps == plain.steps
 
 
 @pytest.mark.distributed

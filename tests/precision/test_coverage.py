@@ -10,10 +10,10 @@ from nvfp4_train.numerics.spec import Format
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import (
     PrecisionPlan,
+    coverage_report,
     format_coverage,
     gemm_precisions,
     low_precision_gemms,
-    save_coverage,
 )
 from tests.support.blocks import TinyBlocks
 from tests.support.configs import composed
@@ -54,12 +54,9 @@ def test_the_share_counts_flops_and_not_modules():
     assert apply_precision(TinyBlocks(), cast_recipe(ComputeDtype.bf16), seed=0).flops_share_low_precision == 0.0
 
 
-def test_the_file_holds_every_linear_and_the_totals(tmp_path):
-    path = tmp_path / "coverage.json"
-    path.write_text("old")
+def test_the_report_holds_every_linear_and_the_totals():
     plan = make_plan()
-    save_coverage(plan, path)
-    report = json.loads(path.read_text())
+    report = json.loads(json.dumps(coverage_report(plan)))
     assert report["recipe"] == "nvfp4"
     assert report["compute_dtype"] == "bf16"
     assert report["num_linears"] == 7
@@ -78,7 +75,6 @@ def test_the_file_holds_every_linear_and_the_totals(tmp_path):
         "weight_gather": "bf16",
     }
     assert report["linears"][-1]["why"] == "modules: lm_head"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["coverage.json"]
 
 
 def test_the_table_folds_equal_blocks():

@@ -1,7 +1,6 @@
 """Extensions of a recipe: found, checked before anything runs, recorded, and called after the optimizer."""
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import nn
 from nvfp4_train.config.problem import ConfigError
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.precision.apply import apply_precision
-from nvfp4_train.precision.coverage import format_coverage, save_coverage
+from nvfp4_train.precision.coverage import coverage_report, format_coverage
 from nvfp4_train.precision.extensions import after_step, extension_problems, list_extensions
 from tests.support import outside
 from tests.support.recipes import nvfp4_recipe, nvfp4_table
@@ -67,10 +66,9 @@ def test_all_that_cannot_be_called_are_reported_at_once():
     assert "is a int, not a function" in rules["recipe.after_optimizer"]
 
 
-def test_path_arguments_and_hash_are_in_the_coverage_report(tmp_path: Path):
+def test_path_arguments_and_hash_are_in_the_coverage_report():
     plan = apply_precision(Model(), recipe_with(quantizer=f"{HERE}:doubled"), seed=0)
-    save_coverage(plan, tmp_path / "coverage.json")
-    (record,) = json.loads((tmp_path / "coverage.json").read_text())["extensions"]
+    (record,) = coverage_report(plan)["extensions"]
     digest = hashlib.sha256(Path(outside.__file__).read_bytes()).hexdigest()
     assert record == {
         "key": "recipe.linear.fprop.x.quantizer",

@@ -45,25 +45,26 @@ def build_tiny_engine(
     )
 
 
-def step_batches(engine: Engine, step: int, *, micro_batch_size: int = 1) -> list[Batch]:
+def step_batches(engine: Engine, step: int, *, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:
     """This rank's microbatches of a step."""
-    batches = tiny_batches(step=step, micro_batch_size=micro_batch_size)
+    batches = tiny_batches(step=step, num_microbatches=num_microbatches, micro_batch_size=micro_batch_size)
     return batches[engine.mesh.dp_rank :: engine.mesh.dp_degree]
 
 
-def add_gradients(engine: Engine, step: int, *, micro_batch_size: int = 1) -> Tensor:
-    batches = step_batches(engine, step, micro_batch_size=micro_batch_size)
+def add_gradients(engine: Engine, step: int, **shape: int) -> Tensor:
+    """Take one forward and backward; `shape` is what `step_batches` takes."""
+    batches = step_batches(engine, step, **shape)
     labels = torch.stack([batch.num_labels() for batch in batches]).sum().float()
     return engine.forward_backward(batches, engine.mesh.sum_over_data(labels))
 
 
 def train(
-    engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE, micro_batch_size: int = 1
+    engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE, **shape: int
 ) -> list[tuple[float, float]]:
     """Take steps and return loss and gradient norm of each, exactly."""
     found = []
     for step in steps:
-        loss = add_gradients(engine, step, micro_batch_size=micro_batch_size)
+        loss = add_gradients(engine, step, **shape)
         norm = engine.optimizer_step(lr=lr, weight_decay=0.1)
         found.append((loss.item(), norm.item()))
     return found

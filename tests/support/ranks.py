@@ -20,6 +20,8 @@ from nvfp4_train.parallel.runtime import start_runtime, stop_runtime
 
 # The other ranks of one that failed wait for it in a collective; what they would say is noise.
 GRACE_SECONDS = 3.0
+# What the ranks of most tests import, which would take each of them two seconds.
+PRELOADED = ["pytest", "torch.distributed.checkpoint", "tests.support.engines", "tests.support.runs", __name__]
 
 
 class RankError(AssertionError):
@@ -42,9 +44,18 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_se
     Raises:
         RankError: with the traceback of each rank that raised, or the ranks that did not end in time.
     """
-    # The server forks: ranks start without importing PyTorch again, and without the threads of this process.
+    return call_on_ranks(_join_and_call, world_size, fn, *args, timeout_seconds=timeout_seconds)
+
+
+def _join_and_call(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(start_runtime(Device.cpu, timeout_seconds=60), *args)
+
+
+def call_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    """Call `fn(*args)` on processes that find what torchrun would have told them; otherwise as `run_on_ranks`."""
+    # The server forks: ranks start without importing anything again, and without the threads of this process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", __name__])
+    context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
     ranks = []
     for index in range(world_size):
@@ -77,13 +88,13 @@ def _rank_main(pipe: Connection, environment: dict[str, str], fn: Callable[..., 
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
-        runtime = start_runtime(Device.cpu, timeout_seconds=60)
-        result = pickle.dumps(("result", fn(runtime, *args)))
+        result = pickle.dumps(("result", fn(*args)))
     except BaseException:  # noqa: BLE001 - whatever it is, the test has to show it
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         os._exit(1)  # no clean-up: it would wait for the other ranks
     pipe.send_bytes(result)
-    stop_runtime()
+    if torch.distributed.is_initialized():
+        stop_runtime()
 
 
 def _collect(ranks: list[_Rank], *, timeout_seconds: float) -> list[Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_train.train.run_folder import RunFolder, write_text
+from nvfp4_train.train.run_folder import RunFolder
 
 
 def test_a_folder_is_used_once_something_is_in_it(tmp_path: Path):
@@ -30,19 +30,6 @@ def test_lineage_is_read_back_and_taken_away(tmp_path: Path):
     assert folder.read_lineage() == {"step": 3}
     folder.write_lineage(None)
     assert folder.read_lineage() is None
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "file"
-    write_text(path, "old")
-
-    def full_disk(descriptor: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        write_text(path, "new")
-    assert path.read_text() == "old"
 
 
 def test_one_process_at_a_time_has_the_folder(tmp_path: Path):

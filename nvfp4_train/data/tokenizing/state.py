@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_train.data.error import DataError
-from nvfp4_train.data.manifest import write_json
 from nvfp4_train.data.sources.record import Cursor
+from nvfp4_train.data.write import write_json
 
 _FILE = "progress.json"
 
