@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nvfp4_train.config.batch import BatchConfig
-from nvfp4_train.config.model import ModelConfig, NormGroup
+from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ParallelConfig, ReduceDtype
 from nvfp4_train.config.pattern import DEPTH, LayerKind, known_kinds, known_mtp_kinds
 from nvfp4_train.config.problem import Problem
@@ -52,15 +52,6 @@ def share_problems(
     ]
     if DEPTH in model.pattern and 2 * model.d_model % degree:
         problems.append(_not_divisible("model.d_model", model.d_model, degree))
-    if LayerKind.mamba in kinds and model.mamba.norm_group is NormGroup.whole:
-        problems.append(
-            Problem(
-                key="model.mamba.norm_group",
-                value=model.mamba.norm_group.value,
-                rule=f"the mean square of a norm over the whole width is not one of a rank's (tp_degree is {degree})",
-                fix="use norm_group: group, or parallel.tp_degree=1",
-            )
-        )
     return [*problems, *_sequence_problems(parallel, batch), *_dtype_problems(parallel, recipe)]
 
 
