@@ -42,7 +42,7 @@ def share_problems(
 ) -> list[Problem]:
     """Return what the ranks of tp could not divide among them, or not compute together."""
     degree = parallel.tp_degree
-    if degree == 1:
+    if degree <= 1:  # below 1 it is wrong by itself
         return []
     kinds = set(known_kinds(model.pattern).values()) | set(known_mtp_kinds(model.pattern).values())
     problems = [
@@ -66,7 +66,7 @@ def _not_divisible(key: str, value: int, degree: int) -> Problem:
 
 def _sequence_problems(parallel: ParallelConfig, batch: BatchConfig) -> list[Problem]:
     parts = parallel.cp_degree * parallel.tp_degree
-    if not parallel.sequence_parallel or batch.sequence_length % parts == 0:
+    if not parallel.sequence_parallel or parts < 1 or batch.sequence_length % parts == 0:
         return []
     return [
         Problem(
