@@ -53,9 +53,8 @@ SAVED_STEP = 2
 UNCLIPPED = tiny_optimizer(clip_grad_norm=0.0, eps=0.01)
 CHECKPOINTED = ((1, "block"), (1, "selective"), (3, "block"), (3, "selective"))
 FP32 = cast_recipe(ComputeDtype.fp32)
-HALVING = replace(
-    cast_recipe(ComputeDtype.bf16), after_optimizer="tests.support.outside:halve", after_optimizer_args={"after": 1}
-)
+BF16 = cast_recipe(ComputeDtype.bf16)
+HALVING = replace(BF16, after_optimizer="tests.support.outside:halve", after_optimizer_args={"after": 1})
 
 
 def hybrid() -> ModelConfig:
@@ -222,6 +221,9 @@ def run_four_ranks(runtime: Runtime) -> dict[str, Any]:
 
 def run_variants(runtime: Runtime) -> dict[str, Any]:
     found = {name: trained(runtime, FP32, cfg, 3) for name, cfg in OPTIONS.items()}
+    for name in ("offload_3", "buckets_3"):
+        found[f"bf16_{name}"] = trained(runtime, BF16, OPTIONS[name], 3)
+    found["bf16"] = trained(runtime, BF16, deepspeed_engine(3), 3)
     for stage in STAGES:
         found[f"unclipped_{stage}"] = trained(runtime, FP32, deepspeed_engine(stage), 3, optimizer=UNCLIPPED)
     for stage, mode in CHECKPOINTED:
@@ -364,6 +366,13 @@ def test_checkpointing_of_activations_changes_nothing_but_memory(one, variants, 
 def test_options_change_where_things_are_and_not_what_they_are(one, variants, name):
     for found in variants:
         assert_close(found[name], one["fp32"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["offload_3", "buckets_3"])
+def test_options_do_not_change_what_is_gathered_in_bf16(variants, name):
+    for found in variants:
+        assert_close(found[f"bf16_{name}"], found["bf16"], rel=1e-6)
 
 
 @pytest.mark.slow
