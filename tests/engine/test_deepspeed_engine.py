@@ -27,7 +27,7 @@ from nvfp4_train.parallel.fsdp import parameters_in_compute_dtype
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.train.metrics import find_non_finite_parameter
 from tests.support.deepspeed import RecordedGathers, needs_deepspeed, saved_state, whole_state
-from tests.support.engines import build_tiny_engine, train, train_nvfp4
+from tests.support.engines import NVFP4_MICRO_BATCH_SIZE, build_tiny_engine, train, train_nvfp4
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
 from tests.support.rounding import recorded_rounding
@@ -290,7 +290,8 @@ def assert_same_rounding(ranks: list[dict[str, Any]], expected: dict[tuple[str, 
     together = {key: value for found in ranks for key, value in found["rounding"].items()}
     assert together.keys() == expected.keys()
     assert promised(together) == promised(expected)
-    assert {first_token for _, _, first_token in together} == {-1, *(index * SEQUENCE_LENGTH for index in range(4))}
+    tokens = NVFP4_MICRO_BATCH_SIZE * SEQUENCE_LENGTH
+    assert {first_token for _, _, first_token in together} == {-1, *range(0, 4 * tokens, tokens)}
     streams = {key: stream for key, (_, stream) in together.items()}
     assert streams == {key: stream for key, (_, stream) in expected.items()}
     assert any(".experts." in layer for layer, _, _ in together)
