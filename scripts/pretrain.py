@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 from nvfp4_train.config.command import parse_command
 from nvfp4_train.config.help import help_text
@@ -27,6 +28,8 @@ def main() -> int:
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once a rank
             print(report(error.problems), file=sys.stderr)
+        else:
+            time.sleep(10)  # the launcher ends all ranks as soon as one has left: rank 0 must have spoken before
         return 2
 
 

@@ -22,6 +22,13 @@ class Compile(StrEnum):
     block = "block"  # each residual block; its Linears stay as they are
 
 
+class StageBalance(StrEnum):
+    """What a block counts when the blocks are divided into stages."""
+
+    flops = "flops"  # of its products
+    time = "time"  # of its sort, measured at the start
+
+
 class ReduceDtype(StrEnum):
     """Dtype in which partial results of ranks are added up."""
 
@@ -37,6 +44,7 @@ class ParallelConfig:
         pp_degree: Ranks that share the blocks of the model, one after the other (pipeline parallelism).
         pipeline_schedule: Order in which they run their microbatches.
         stages_per_rank: Pieces of the model that each of them has.
+        stage_balance: By what the blocks are divided into them where the pattern does not say it.
         dp_replicate_degree: Copies of the (sharded) model.
         dp_shard_degree: Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 takes what
             is left.
@@ -53,6 +61,7 @@ class ParallelConfig:
     pp_degree: int
     pipeline_schedule: PipelineSchedule
     stages_per_rank: int
+    stage_balance: StageBalance
     dp_replicate_degree: int
     dp_shard_degree: int
     cp_degree: int
@@ -75,6 +84,12 @@ class ParallelConfig:
                 "leave it at 1f1b, or raise pp_degree",
             ),
             Rule(
+                "stage_balance",
+                lambda: self.pp_degree > 1 or self.stage_balance is StageBalance.flops,
+                "without a pipeline (pp_degree 1) there are no stages to balance",
+                "leave it at flops, or raise pp_degree",
+            ),
+            Rule(
                 "stages_per_rank",
                 lambda: not self._stages_fault(),
                 self._stages_fault,
@@ -88,7 +103,10 @@ class ParallelConfig:
             ),
             Rule(
                 "ep_degree",
-                lambda: self.dp_shard_degree < 1 or (self.dp_shard_degree * self.cp_degree) % self.ep_degree == 0,
+                lambda: (
+                    min(self.dp_shard_degree, self.ep_degree) < 1
+                    or (self.dp_shard_degree * self.cp_degree) % self.ep_degree == 0
+                ),
                 lambda: f"must divide dp_shard_degree x cp_degree ({self.dp_shard_degree * self.cp_degree})",
                 "lower ep_degree, or raise dp_shard_degree",
             ),

@@ -40,7 +40,7 @@ def stages_fault(schedule: PipelineSchedule, *, pp_degree: int, stages_per_rank:
 
 def microbatches_fault(schedule: PipelineSchedule, *, pp_degree: int, num_microbatches: int) -> str:
     """Return the rule about the microbatches of a rank in a step that a layout violates, or an empty string."""
-    if pp_degree == 1 or schedule is PipelineSchedule.gpipe:
+    if pp_degree <= 1 or schedule is PipelineSchedule.gpipe:
         return ""
     found = f"a step has {num_microbatches} microbatches per data rank, "
     if schedule not in IN_ROUNDS:
@@ -59,7 +59,7 @@ def microbatches_fault(schedule: PipelineSchedule, *, pp_degree: int, num_microb
 
 def pipeline_problems(cfg: "TrainConfig") -> list[Problem]:
     """Return every violated rule about pipelines that needs values of two groups."""
-    return findings(cfg, _stage_problems, _end_problems, _microbatch_problems)
+    return findings(cfg, _stage_problems, _balance_problems, _end_problems, _microbatch_problems)
 
 
 def _stage_problems(cfg: "TrainConfig") -> list[Problem]:
@@ -80,6 +80,20 @@ def _stage_problems(cfg: "TrainConfig") -> list[Problem]:
     elif num_blocks < cfg.parallel.num_stages:
         rule = f"{num_blocks} blocks do not fill {stages}; every stage needs at least one"
     return [Problem(key="model.pattern", value=cfg.model.pattern, rule=rule, fix=fix)] if rule else []
+
+
+def _balance_problems(cfg: "TrainConfig") -> list[Problem]:
+    parallel = cfg.parallel
+    if parallel.pp_degree <= 1 or parallel.stage_balance.value == "flops" or SEGMENT not in cfg.model.pattern:
+        return []
+    return [
+        Problem(
+            key="parallel.stage_balance",
+            value=parallel.stage_balance.value,
+            rule=f"model.pattern ({cfg.model.pattern}) says with {SEGMENT} where stages end, so nothing is balanced",
+            fix=f"leave it at flops, or leave the {SEGMENT} out",
+        )
+    ]
 
 
 def _end_problems(cfg: "TrainConfig") -> list[Problem]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nvfp4_train.config.batch import BatchConfig
-from nvfp4_train.config.model import ModelConfig, NormGroup
+from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ParallelConfig, ReduceDtype
 from nvfp4_train.config.pattern import DEPTH, LayerKind, known_kinds, known_mtp_kinds
 from nvfp4_train.config.problem import Problem
@@ -42,7 +42,7 @@ def share_problems(
 ) -> list[Problem]:
     """Return what the ranks of tp could not divide among them, or not compute together."""
     degree = parallel.tp_degree
-    if degree == 1:
+    if degree <= 1:  # below 1 it is wrong by itself
         return []
     kinds = set(known_kinds(model.pattern).values()) | set(known_mtp_kinds(model.pattern).values())
     problems = [
@@ -52,15 +52,6 @@ def share_problems(
     ]
     if DEPTH in model.pattern and 2 * model.d_model % degree:
         problems.append(_not_divisible("model.d_model", model.d_model, degree))
-    if LayerKind.mamba in kinds and model.mamba.norm_group is NormGroup.whole:
-        problems.append(
-            Problem(
-                key="model.mamba.norm_group",
-                value=model.mamba.norm_group.value,
-                rule=f"the mean square of a norm over the whole width is not one of a rank's (tp_degree is {degree})",
-                fix="use norm_group: group, or parallel.tp_degree=1",
-            )
-        )
     return [*problems, *_sequence_problems(parallel, batch), *_dtype_problems(parallel, recipe)]
 
 
@@ -75,7 +66,7 @@ def _not_divisible(key: str, value: int, degree: int) -> Problem:
 
 def _sequence_problems(parallel: ParallelConfig, batch: BatchConfig) -> list[Problem]:
     parts = parallel.cp_degree * parallel.tp_degree
-    if not parallel.sequence_parallel or batch.sequence_length % parts == 0:
+    if not parallel.sequence_parallel or parts < 1 or batch.sequence_length % parts == 0:
         return []
     return [
         Problem(

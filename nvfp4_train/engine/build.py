@@ -8,7 +8,7 @@ from torch import nn
 from nvfp4_train.config.engine import DeepSpeedEngineConfig, EngineConfig, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import AdamWConfig, OptimizerConfig
-from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.parallel import ParallelConfig, StageBalance
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.engine.base import Engine
 from nvfp4_train.engine.deepspeed_engine import DeepSpeedEngine
@@ -17,6 +17,7 @@ from nvfp4_train.model.hybrid import HybridLM, build_model
 from nvfp4_train.optim.build import build_optimizer, build_stateless
 from nvfp4_train.parallel.activation import checkpoint_activations
 from nvfp4_train.parallel.apply import parallelize
+from nvfp4_train.parallel.block_timing import shared_block_times
 from nvfp4_train.parallel.materialize import materialize
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.optimizer_sharding import dtensor_sharding
@@ -79,8 +80,7 @@ def build_engine(
     """
     match engine_cfg:
         case TorchEngineConfig():
-            plans = plan_stages(prepared.model, parallel_cfg, sequence_length=sequence_length)
-            parts = take_parts(prepared.model, plans, rank=mesh.rank("pp")) if len(plans) > 1 else None
+            parts = _divide(prepared.model, mesh=mesh, parallel_cfg=parallel_cfg, sequence_length=sequence_length)
             model = prepared.model if parts is None else parts.model
             stages = [model] if parts is None else parts.stages
             for stage in stages:
@@ -116,6 +116,15 @@ def build_engine(
                 max_grad_norm=optimizer_cfg.clip_grad_norm,
             )
     raise AssertionError(f"no engine for {type(engine_cfg).__name__}")
+
+
+def _divide(model: HybridLM, *, mesh: Mesh, parallel_cfg: ParallelConfig, sequence_length: int) -> RankParts | None:
+    """Return this rank's stages of a pipeline, or None where it has the whole model."""
+    costs = None
+    if parallel_cfg.stage_balance is StageBalance.time:
+        costs = shared_block_times(model, sequence_length=sequence_length, mesh=mesh)
+    plans = plan_stages(model, parallel_cfg, sequence_length=sequence_length, costs=costs)
+    return take_parts(model, plans, rank=mesh.rank("pp")) if len(plans) > 1 else None
 
 
 def _gather_quantized(prepared: PreparedModel, model: nn.Module, *, mesh: Mesh) -> None:

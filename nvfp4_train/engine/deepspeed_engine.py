@@ -2,20 +2,21 @@
 
 DeepSpeed runs in FP32: model code casts each weight to the compute dtype itself, so that the small modules see FP32
 values, the quantizer sees the BF16 cast of the master, and gradients of weights are FP32, as in the torch engine.
-Gradients are summed over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
+Stage 3 sends weights in the dtype of that cast, which changes no value that a Linear computes with. Gradients are
+summed over ranks and not averaged: the loss is divided by the number of labels of all ranks already.
 """
 
 import importlib
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nvfp4_train.checkpoint.folder import read_info
@@ -36,26 +37,25 @@ from nvfp4_train.checkpoint.zero_files import (
 from nvfp4_train.config.engine import LAST_STAGE, DeepSpeedEngineConfig, OffloadDevice
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.data.write import sync_directory
-from nvfp4_train.engine.base import Forward, LossSum
+from nvfp4_train.engine.base import BaseEngine
 from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import HybridLM
-from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import set_schedule
 from nvfp4_train.parallel.extra_losses import ExtraLosses
+from nvfp4_train.parallel.fsdp import parameters_in_compute_dtype
 from nvfp4_train.parallel.mesh import Mesh
-from nvfp4_train.precision.amax_history import end_step
+from nvfp4_train.parallel.runner import model_inputs
 from nvfp4_train.precision.coverage import PrecisionPlan
-from nvfp4_train.precision.high_precision import high_precision
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(BaseEngine):
     """See `Engine`. Other than there, a step waits for the device: DeepSpeed looks at the gradient norm.
 
     Args:
         model: Plain, with values, on its device; DeepSpeed takes its parameters over.
         optimizer: From `build_stateless`.
         mesh: Of all ranks, which all share the data axes.
-        plan: Of the precision pass, as for the torch engine.
+        plan: Of the precision pass; this engine alone moves its position.
         cfg: How DeepSpeed shards and offloads.
         max_grad_norm: Largest global gradient norm; 0 does not clip.
     """
@@ -72,13 +72,7 @@ class DeepSpeedEngine:
         cfg: DeepSpeedEngineConfig,
         max_grad_norm: float,
     ) -> None:
-        self.model = model
-        self.mesh = mesh
-        self.step = 0
-        self.extra_losses: dict[str, Tensor] = {}
-        self._optimizer = optimizer
-        self._position = plan.position
-        self._after_step = plan.after_step
+        super().__init__(model, optimizer=optimizer, mesh=mesh, plan=plan)
         self._deepspeed = _start_deepspeed(mesh.device)
         for block in _blocks_run_once(model):
             self._deepspeed.utils.set_z3_leaf_module(block, True)
@@ -91,10 +85,15 @@ class DeepSpeedEngine:
         groups = [dict(group) for group in self._zero._get_zero_param_shapes()]
         self._layout = Layout(stage=cfg.zero_stage, num_ranks=mesh.dp_degree, groups=groups)
         self._loss_factor = 1
+        self._sent_rounded: list[nn.Parameter] = []
         if cfg.zero_stage == LAST_STAGE:
             # It always averages, but undoes a loss scale after that: 1 / ranks, which the loss takes back.
             self._loss_factor = mesh.dp_degree
             self._zero.optimizer.override_loss_scale(1 / mesh.dp_degree)
+            # Those that stay gathered are sent once a step: they are small.
+            weights = parameters_in_compute_dtype(model)
+            self._sent_rounded = [parameter for parameter in weights if not parameter.ds_persist]  # type: ignore[attr-defined]
+            self._send_weights_in(model.compute_dtype)
         # A script that would be copied into each checkpoint: at a full disk rank 0 alone would fail.
         self._zero._copy_recovery_script = lambda save_path: None
 
@@ -104,11 +103,11 @@ class DeepSpeedEngine:
         extra = ExtraLosses()
         for index, batch in enumerate(batches):
             self._zero.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss_sum = self._forward(batch)
+            loss_sum = self._run_forward(batch)
             self._zero.backward(loss_sum / denominator * self._loss_factor, scale_wrt_gas=False)
             total += loss_sum.detach()
             extra.add(self.model.extra_losses)
-        total, self.extra_losses = extra.reduce(total, sum_over_data=self.mesh.sum_over_data)
+        total, self.extra_losses = extra.reduce(total, sum_over_data=self.mesh.sum_over_tokens)
         return total / denominator
 
     def optimizer_step(self, *, lr: float, weight_decay: float) -> Tensor:
@@ -116,23 +115,8 @@ class DeepSpeedEngine:
         set_schedule(self._optimizer, lr=lr, weight_decay=weight_decay)
         self._zero.step()  # which leaves everything as it was where the norm is not finite
         norm = torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.mesh.device)
-        skip = (~norm.isfinite()).to(torch.float32)
-        balance_experts(self.model, sum_over_data=self.mesh.sum_over_data, skip=skip)
-        self.step += 1
-        end_step(self.model, largest_over_ranks=self.mesh.max_over_tokens)
-        if self._after_step is not None:
-            with self._whole_parameters():
-                self._after_step(self.model, step=self.step)
-        self._position.weights_changed()
+        self._end_step(skip=(~norm.isfinite()).to(torch.float32))
         return norm
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch, *, forward: Forward) -> LossSum:
-        """Take the loss of one microbatch per rank; see `Engine`."""
-        with high_precision(self._position) if forward is Forward.bf16 else nullcontext():
-            loss_sum = self._forward(batch)
-        num_labels = batch.num_labels().to(self.mesh.device)
-        return LossSum(loss_sum=self.mesh.sum_over_data(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
 
     def save(self, path: Path, metadata: dict[str, Any]) -> None:
         """Save a checkpoint; see `Engine`."""
@@ -196,28 +180,35 @@ class DeepSpeedEngine:
         """Copy this rank's piece of a parameter and of its optimizer state into the flat tensors of its group."""
         piece.of_rank(flat).copy_(piece.of_whole(whole["master"]))
         state = self._optimizer.state[flat]
-        state["step"] = whole["step"].to(flat.device)
+        # A copy: a converted checkpoint has one for all groups, and each group counts on its own.
+        state["step"] = whole["step"].to(flat.device, copy=True)
         for key in ADAMW_STATE:
             if key not in state:
                 state[key] = torch.zeros_like(flat)
             piece.of_rank(state[key]).copy_(piece.of_whole(whole[key]))
 
     @contextmanager
-    def _whole_parameters(self) -> Iterator[None]:
+    def _writable_parameters(self) -> Iterator[None]:
         """Let the parameters be read and changed inside the block, in the same way on every rank."""
         parameters = list(self.model.parameters())
+        self._send_weights_in(torch.float32)
         with self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
             yield
+        self._send_weights_in(self.model.compute_dtype)
         self._zero.optimizer.refresh_fp32_params()
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the cross-entropy over this rank's microbatch."""
-        self._position.start_microbatch(step=self.step, row_offset=batch.microbatch_index * batch.tokens.numel())
-        local = batch.to(self.mesh.device)
-        loss: Tensor = self._zero(
-            local.tokens, document_ids=local.document_ids, position_ids=local.position_ids, labels=local.labels
-        )
-        return loss
+    def _send_weights_in(self, dtype: torch.dtype) -> None:
+        """Say in which dtype ranks send each other the weights of Linears; they arrive in FP32, as their shards are.
+
+        DeepSpeed has this for `torch.autocast`, whose other parts would round gradients of weights and what the small
+        modules compute: only what it notes on a parameter is used.
+        """
+        for parameter in self._sent_rounded:
+            setattr(parameter, self._deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME, dtype)
+
+    def _run_forward(self, batch: Batch) -> Tensor:
+        loss_sum: Tensor = self._zero(**model_inputs(self._start(batch)))
+        return loss_sum
 
 
 class _DurableWriter:

@@ -1,7 +1,5 @@
 """The engine made of PyTorch's own parts: FSDP2, fused AdamW, distributed checkpoints."""
 
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,16 @@ from nvfp4_train.checkpoint.load import load_checkpoint
 from nvfp4_train.checkpoint.save import save_checkpoint
 from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.data.batch import Batch
-from nvfp4_train.engine.base import Forward, LossSum
+from nvfp4_train.engine.base import BaseEngine
 from nvfp4_train.model.hybrid import HybridLM
-from nvfp4_train.model.router import balance_experts
 from nvfp4_train.optim.update import apply_update
 from nvfp4_train.parallel.clip import clip_gradients, global_grad_norm
-from nvfp4_train.parallel.context import cut_rows, stream_rows
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.runner import Runner
-from nvfp4_train.precision.amax_history import end_step
 from nvfp4_train.precision.coverage import PrecisionPlan
-from nvfp4_train.precision.high_precision import high_precision
 
 
-class TorchEngine:
+class TorchEngine(BaseEngine):
     """See `Engine`.
 
     Args:
@@ -34,8 +28,7 @@ class TorchEngine:
         runner: Runs its forwards and backwards.
         optimizer: Over its parameters.
         mesh: Of all ranks.
-        plan: Of the precision pass: the position of its QuantizedLinears, moved by this engine only, and what the
-            recipe does after an optimizer step.
+        plan: Of the precision pass; this engine alone moves its position.
         max_grad_norm: Largest global gradient norm; 0 does not clip.
     """
 
@@ -51,14 +44,8 @@ class TorchEngine:
         plan: PrecisionPlan,
         max_grad_norm: float,
     ) -> None:
-        self.model = model
-        self.mesh = mesh
-        self.step = 0
-        self.extra_losses: dict[str, Tensor] = {}
+        super().__init__(model, optimizer=optimizer, mesh=mesh, plan=plan)
         self._runner = runner
-        self._optimizer = optimizer
-        self._position = plan.position
-        self._after_step = plan.after_step
         self._max_grad_norm = max_grad_norm
 
     def forward_backward(self, batches: list[Batch], denominator: Tensor) -> Tensor:
@@ -75,21 +62,8 @@ class TorchEngine:
             clip_gradients(self.model.parameters(), norm=norm, max_norm=self._max_grad_norm)
         skip = (~norm.isfinite()).to(torch.float32)
         apply_update(self._optimizer, lr=lr, weight_decay=weight_decay, skip=skip)
-        balance_experts(self.model, sum_over_data=self.mesh.sum_over_tokens, skip=skip)
-        self.step += 1
-        end_step(self.model, largest_over_ranks=self.mesh.max_over_tokens)
-        if self._after_step is not None:
-            self._after_step(self.model, step=self.step)
-        self._position.weights_changed()
+        self._end_step(skip=skip)
         return norm
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch, *, forward: Forward) -> LossSum:
-        """Take the loss of one microbatch per rank; see `Engine`."""
-        with high_precision(self._position) if forward is Forward.bf16 else nullcontext():
-            loss_sum = self._runner.evaluate(batch, start=self._start)
-        num_labels = batch.num_labels().to(self.mesh.device)
-        return LossSum(loss_sum=self.mesh.sum_over_tokens(loss_sum), num_labels=self.mesh.sum_over_data(num_labels))
 
     def save(self, path: Path, metadata: dict[str, Any]) -> None:
         """Save a checkpoint; see `Engine`."""
@@ -108,8 +82,5 @@ class TorchEngine:
         self._runner.reshard()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _start(self, batch: Batch) -> Batch:
-        """Move the position of all rounding to a microbatch; return it on the device, with this rank's tokens."""
-        self._position.start_microbatch(step=self.step, **stream_rows(batch, mesh=self.mesh))
-        here = batch.to(self.mesh.device)
-        return replace(here, tokens=cut_rows(here.tokens, mesh=self.mesh), labels=cut_rows(here.labels, mesh=self.mesh))
+    def _run_forward(self, batch: Batch) -> Tensor:
+        return self._runner.evaluate(batch, start=self._start)

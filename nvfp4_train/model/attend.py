@@ -25,8 +25,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, documents: Documents, w
 
     Args:
         query: [B, H, S, P] of the tokens held here.
-        key: [B, G, S, P] of whole rows; head j of G serves query heads ``j*r`` to ``j*r + r-1``.
-        value: [B, G, S, P], like ``key``.
+        key: [B, G, K, P] of the places ``documents.seen_keys``; head j of G serves query heads ``j*r`` to
+            ``j*r + r-1``.
+        value: [B, G, K, P], like ``key``.
         documents: Of the batch.
         window_tokens: Tokens that a query sees, itself included; 0: no limit.
 
@@ -56,10 +57,11 @@ def _compiled_flex_attention() -> Any:
 def _attend_by_document(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window_tokens: int) -> Tensor:
     """Write each document's result to its place; a compiled graph would be made anew for every layout."""
     rows: list[list[Tensor]] = [[] for _ in range(len(query))]
+    held = documents.first - documents.seen_keys(window_tokens=window_tokens).start  # keys before the first query
     assert documents.spans is not None
     for span in documents.spans:
         own = query[span.row, None, :, span.start : span.end]
-        first, end = (documents.first + place for place in (span.start - span.num_preceding, span.end))
+        first, end = held + max(span.start - span.num_preceding, -held), held + span.end
         seen = (tensor[span.row, None, :, first:end] for tensor in (key, value))
         rows[span.row].append(_attend_one(own, *seen, window_tokens=window_tokens))
     return torch.cat([torch.cat(parts, dim=2) for parts in rows])

@@ -36,6 +36,7 @@ class Attention(nn.Module):
             query = rotate(query, documents.positions, theta=self.cfg.rope_theta)
             key = rotate(key, documents.positions, theta=self.cfg.rope_theta)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [B, H, S, P]
-        key, value = documents.whole_rows(key, value)
-        attended = attend(query, key, value, documents=documents, window_tokens=self.cfg.window_tokens)
+        window = self.cfg.window_tokens
+        key, value = documents.with_seen(key, value, window_tokens=window)
+        attended = attend(query, key, value, documents=documents, window_tokens=window)
         return self.o_proj(attended.transpose(1, 2).flatten(2))

@@ -44,16 +44,18 @@ class Documents:
     _block_masks: dict[int, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_mask(self, *, window_tokens: int = 0) -> Tensor:
-        """Return [B, S, S] bool: may the query (dim 1) see the key (dim 2)? Keys are those of whole rows.
+        """Return [B, S, K] bool: may the query (dim 1) see the key (dim 2)? Keys are those of ``seen_keys``.
 
         Args:
             window_tokens: Tokens that a query sees, itself included; 0: no limit.
         """
-        first, size, num_keys = self.first, self.ids.shape[1], self.whole_ids.shape[1]
-        causal = torch.ones(size, num_keys, dtype=torch.bool, device=self.ids.device).tril(first)
+        keys, device = self.seen_keys(window_tokens=window_tokens), self.ids.device
+        place = torch.arange(keys.start, keys.stop, device=device)
+        age = torch.arange(self.first, self.first + self.ids.shape[1], device=device)[:, None] - place
+        may_see = (age >= 0) & (place >= 0)
         if window_tokens:
-            causal = causal.triu(first + 1 - window_tokens)
-        return (self.ids[:, :, None] == self.whole_ids[:, None, :]) & causal
+            may_see &= age < window_tokens
+        return (self.ids[:, :, None] == self.whole_ids[:, None, place.clamp(min=0)]) & may_see
 
     def first_seen(self, *, window_tokens: int = 0) -> Tensor:
         """Return [B, S] int64: the first token that each query sees; the last is itself.
@@ -69,14 +71,16 @@ class Documents:
         """Return ``causal_mask`` in the form that skips whole blocks; made once per batch and window."""
         if window_tokens not in self._block_masks:
             first, ids, limit = self.first, self.whole_ids, window_tokens or self.whole_ids.shape[1]
+            keys = self.seen_keys(window_tokens=window_tokens)
+            first_key = keys.start
 
             def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-                place = first + query
-                return (key <= place) & (place - key < limit) & (ids[row, place] == ids[row, key])
+                place, seen = first + query, first_key + key
+                is_near = (seen >= 0) & (seen <= place) & (place - seen < limit)
+                return is_near & (ids[row, place] == ids[row, seen.clamp(min=0)])
 
-            rows, num_keys = ids.shape
             self._block_masks[window_tokens] = create_block_mask(
-                may_see, B=rows, H=None, Q_LEN=self.ids.shape[1], KV_LEN=num_keys, device=str(ids.device)
+                may_see, B=len(ids), H=None, Q_LEN=self.ids.shape[1], KV_LEN=len(keys), device=str(ids.device)
             )
         return self._block_masks[window_tokens]
 
@@ -90,12 +94,29 @@ class Documents:
         """Ids of whole rows."""
         return self.ids if self.part is None else self.part.whole_ids
 
-    def whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [B, G, S, P] of whole rows, from those of the tokens held here."""
+    def seen_keys(self, *, window_tokens: int = 0) -> range:
+        """Return the places, in a row, of the keys that attention is computed with.
+
+        Those of whole rows; where a window reaches no further than into the part before, of that and of the tokens held
+        here, with places below 0 before the first part.
+
+        Args:
+            window_tokens: Tokens that a query sees, itself included; 0: no limit.
+        """
+        if self.part is not None and self.part.is_near(window_tokens):
+            return range(self.first + 1 - window_tokens, self.first + self.part.size)
+        return range(self.whole_ids.shape[1])
+
+    def with_seen(self, key: Tensor, value: Tensor, *, window_tokens: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, G, K, P] of ``seen_keys``, from those of the tokens held here."""
         if self.part is None:
             return key, value
-        whole_key, whole_value = self.part.exchange.gather(torch.stack((key, value)), 3).unbind()
-        return whole_key, whole_value
+        both, exchange = torch.stack((key, value)), self.part.exchange
+        if self.part.is_near(window_tokens):
+            seen_key, seen_value = exchange.with_preceding(both, 3, window_tokens - 1).unbind()
+        else:
+            seen_key, seen_value = exchange.gather(both, 3).unbind()
+        return seen_key, seen_value
 
     def halo(self, x: Tensor, *, count: int) -> Tensor | None:
         """Return what precedes ``x``, as ``RowPart.halo``, or None where every row is whole."""

@@ -100,7 +100,9 @@ class HybridLM(nn.Module):
         return self.embedding(tokens).to(self.compute_dtype)
 
     def _to_stream(self, embedded: Tensor) -> Tensor:
-        return embedded.to(stream_dtype(self.cfg, embedded.dtype))
+        # Multi-token prediction reads the embeddings too. Gradients of the stream are added up in a node of their own
+        # and then to those, so that in BF16 too the order is the same with and without an engine's hooks on blocks.
+        return embedded.to(stream_dtype(self.cfg, embedded.dtype)).view_as(embedded)
 
     def _finish(
         self, stream: Tensor, embedded: Tensor, labels: Tensor | None, *, documents: Documents, penalties: list[Tensor]

@@ -14,7 +14,7 @@ from nvfp4_train.model.kernels.scan import SelectiveScan, selective_scan
 from nvfp4_train.model.linear import Linear
 from nvfp4_train.model.mamba_kernels import scan_kernel, sequence_index
 from nvfp4_train.model.norm import GatedRMSNorm
-from nvfp4_train.model.ssd import FinalState, ScanInputs, scale_heads, ssd_final_state, ssd_scan
+from nvfp4_train.model.ssd import ScanInputs, scale_heads, ssd_scan
 
 
 class Scan(nn.Module):
@@ -73,16 +73,6 @@ class Scan(nn.Module):
             part=documents.part,
         )
         return (y + x * self.D.view(*x.shape[2:4], 1)).to(x.dtype)
-
-    def final_state(self, x: Tensor, *, b: Tensor, dt: Tensor, documents: Documents) -> FinalState:
-        """Return what these tokens leave behind for those that follow, had nothing been before them.
-
-        The state after them is ``total_decay * initial_state + state``: so neighbours that hold parts of a sequence can
-        find their initial states before any of them scans. Arguments are those of ``forward``.
-        """
-        return ssd_final_state(
-            self._inputs(x, b=b, c=b, dt=dt), document_ids=documents.ids, chunk_size=self.cfg.chunk_size
-        )
 
     @torch.compiler.disable
     def _scan_fused(

@@ -101,9 +101,37 @@ def boundary_values(
 
 def has_penalties(cfg: ModelConfig) -> bool:
     """Return whether routers of the main model add penalties to the loss; they travel along with the stream."""
-    return LayerKind.moe in cfg.layer_kinds and bool(cfg.moe.auxiliary_loss_weight or cfg.moe.z_loss_weight)
+    return LayerKind.moe in cfg.layer_kinds and _is_penalized(cfg)
+
+
+def extra_loss_names(cfg: ModelConfig) -> list[str]:
+    """Return the names of the ``extra_losses`` of a forward, in their order; the last part reports them."""
+    num_depths = cfg.layer_pattern.num_mtp_depths
+    kinds = (*cfg.layer_kinds, *(cfg.layer_pattern.mtp if num_depths else ()))
+    names = [f"mtp_{depth}" for depth in range(1, num_depths + 1)]
+    return [*names, "router"] if LayerKind.moe in kinds and _is_penalized(cfg) else names
+
+
+def router_names(cfg: ModelConfig) -> list[str]:
+    """Return the module names of all routers of the whole model, in its order."""
+    num_depths = cfg.layer_pattern.num_mtp_depths
+    own_depths = min(num_depths, 1) if cfg.mtp.share_depths else num_depths
+    stacks = [
+        ("blocks", cfg.layer_kinds),
+        *((f"mtp.{depth}.blocks", cfg.layer_pattern.mtp) for depth in range(own_depths)),
+    ]
+    return [
+        f"{stack}.{index}.mixer.router"
+        for stack, kinds in stacks
+        for index, kind in enumerate(kinds)
+        if kind is LayerKind.moe
+    ]
 
 
 def embeds_at_end(cfg: ModelConfig) -> bool:
     """Return whether the end of the model needs the embedding, too."""
     return cfg.tie_embeddings or cfg.layer_pattern.num_mtp_depths > 0
+
+
+def _is_penalized(cfg: ModelConfig) -> bool:
+    return bool(cfg.moe.auxiliary_loss_weight or cfg.moe.z_loss_weight)

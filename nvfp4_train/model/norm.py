@@ -4,6 +4,7 @@ Both are written out with their gradients: autograd would keep several FP32 tens
 these keep none. On a CPU a kernel makes one pass of it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ class GatedRMSNorm(nn.Module):
         group_width: Channels that share one mean square; ``width`` for a norm over everything.
         eps: Added to the mean square.
 
+    Attributes:
+        group_width: Of the channels held here.
+        mean_over_parts: From a mean over channels held here, FP32, to the mean over as many of each holder of other
+            channels of the same groups; replaced, with ``group_width``, where there are such. No gradient: the norm
+            takes it of both its sums, of squares and, in backward, of gradients along the normed vector.
+
     Source: Mamba-2, https://arxiv.org/abs/2405.21060, with the gate before the norm as in Megatron-LM and NemotronH.
     """
 
@@ -46,6 +53,7 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.group_width = group_width
+        self.mean_over_parts: Callable[[Tensor], Tensor] = _keep
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -58,7 +66,8 @@ class GatedRMSNorm(nn.Module):
         Returns:
             The shape and dtype of ``x``.
         """
-        return _GatedRMSNorm.apply(x, gate, self.weight.unflatten(0, (-1, self.group_width)), self.eps)
+        weight = self.weight.unflatten(0, (-1, self.group_width))
+        return _GatedRMSNorm.apply(x, gate, weight, (self.eps, self.mean_over_parts))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -69,7 +78,7 @@ class _RMSNorm(torch.autograd.Function):
             y, inverse = torch.ops.nvfp4_train.norm_forward(x, None, weight, group_width=len(weight), eps=eps)
         else:
             precise = x.to(weight.dtype)
-            inverse = _inverse_rms(precise, eps=eps)
+            inverse = _inverse_rms(precise, eps=eps, mean_over_parts=_keep)
             y = (precise * inverse).mul_(weight).to(x.dtype)
         ctx.save_for_backward(x, weight, inverse)
         return y
@@ -82,22 +91,29 @@ class _RMSNorm(torch.autograd.Function):
             grads = torch.ops.nvfp4_train.norm_backward(grad_y, x, None, weight, inverse, group_width=width)
             return grads[0], grads[2], None
         grad_y, normed = grad_y.to(weight.dtype), x.to(weight.dtype) * inverse
-        grad_x = _grad_of_normalize(grad_y * weight, normed=normed, inverse=inverse)
+        grad_x = _grad_of_normalize(grad_y * weight, normed=normed, inverse=inverse, mean_over_parts=_keep)
         return grad_x.to(x.dtype), _sum_over_tokens(grad_y * normed), None
 
 
 class _GatedRMSNorm(torch.autograd.Function):
-    """The weight is [groups, channels of a group] and says which channels share a mean square."""
+    """The weight is [groups, channels of a group] and says which channels share a mean square.
+
+    The kernel has no place for an exchange between the sum of squares and its use.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.fused = _is_fused(x, weight) and gate.dtype is x.dtype
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, scale: tuple[float, Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        eps, mean_over_parts = scale
+        ctx.mean_over_parts = mean_over_parts
+        ctx.fused = mean_over_parts is _keep and _is_fused(x, weight) and gate.dtype is x.dtype
         if ctx.fused:
             ops, width = torch.ops.nvfp4_train, weight.shape[1]
             y, inverse = ops.norm_forward(x, gate, weight.flatten(), group_width=width, eps=eps)
         else:
             gated = (F.silu(gate.to(weight.dtype)) * x.to(weight.dtype)).reshape(-1, *weight.shape)
-            inverse = _inverse_rms(gated, eps=eps)
+            inverse = _inverse_rms(gated, eps=eps, mean_over_parts=mean_over_parts)
             y = (gated * inverse).mul_(weight).view(x.shape).to(x.dtype)
         ctx.save_for_backward(x, gate, weight, inverse)
         return y
@@ -113,7 +129,9 @@ class _GatedRMSNorm(torch.autograd.Function):
         opened = F.silu(precise_gate)
         grad_y = grad_y.to(weight.dtype).reshape(-1, *weight.shape)
         normed = (opened * precise).reshape(-1, *weight.shape) * inverse
-        grad_gated = _grad_of_normalize(grad_y * weight, normed=normed, inverse=inverse).view(x.shape)
+        grad_gated = _grad_of_normalize(
+            grad_y * weight, normed=normed, inverse=inverse, mean_over_parts=ctx.mean_over_parts
+        ).view(x.shape)
         grad_gate = torch.ops.aten.silu_backward(grad_gated * precise, precise_gate)
         grad_weight = (grad_y * normed).sum(dim=0)
         return opened.mul_(grad_gated).to(x.dtype), grad_gate.to(gate.dtype), grad_weight, None
@@ -123,13 +141,19 @@ def _is_fused(x: Tensor, weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and is_fused(x)
 
 
-def _inverse_rms(x: Tensor, *, eps: float) -> Tensor:
-    return x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+def _keep(mean: Tensor) -> Tensor:
+    return mean
 
 
-def _grad_of_normalize(grad_normed: Tensor, *, normed: Tensor, inverse: Tensor) -> Tensor:
-    """Backward of ``normed = x * inverse``, where ``inverse`` depends on all of the last dim of x."""
-    along = (grad_normed * normed).mean(dim=-1, keepdim=True)
+def _inverse_rms(x: Tensor, *, eps: float, mean_over_parts: Callable[[Tensor], Tensor]) -> Tensor:
+    return mean_over_parts(x.square().mean(dim=-1, keepdim=True)).add_(eps).rsqrt_()
+
+
+def _grad_of_normalize(
+    grad_normed: Tensor, *, normed: Tensor, inverse: Tensor, mean_over_parts: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Backward of ``normed = x * inverse``, where ``inverse`` depends on all of the last dim of x, of all parts."""
+    along = mean_over_parts((grad_normed * normed).mean(dim=-1, keepdim=True))
     return torch.addcmul(grad_normed, normed, along, value=-1).mul_(inverse)
 
 

@@ -18,6 +18,8 @@ class RowExchange:
     Args:
         num_parts: Parts of a row, all of the same size.
         gather: From [..., S of a part, ...] and the number of that dim to the whole rows; has a gradient.
+        with_preceding: From [..., S of a part, ...], the number of that dim and a count, at most S, to the part with
+            that many tokens of the part before it in front, zeros before the row; has a gradient.
         preceding: From [B, S of a part, ...] and a count to that many tokens before the part, [B, count, ...], zeros
             before the row; has a gradient.
         following: The same of the tokens after the part.
@@ -29,6 +31,7 @@ class RowExchange:
 
     num_parts: int
     gather: Callable[[Tensor, int], Tensor]
+    with_preceding: Callable[[Tensor, int, int], Tensor]
     preceding: Callable[[Tensor, int], Tensor]
     following: Callable[[Tensor, int], Tensor]
     carry_forward: Callable[[Tensor, Tensor], Tensor]
@@ -58,6 +61,10 @@ class RowPart:
         if self.first == 0:
             return torch.zeros_like(self.whole_ids[:, 0], dtype=torch.bool)
         return self.whole_ids[:, self.first - 1] == self.whole_ids[:, self.first]
+
+    def is_near(self, window_tokens: int) -> bool:
+        """Whether the tokens that any token here sees, itself included, are in this part and the one before; 0: all."""
+        return 0 < window_tokens <= self.size + 1
 
     def halo(self, x: Tensor, *, count: int) -> Tensor:
         """Return [B, count, ...] of the tokens before those of ``x``, with zeros for other documents than its first."""

@@ -86,13 +86,6 @@ def ssd_scan(
     return y.flatten(1, 2)[:, :size], final
 
 
-def ssd_final_state(
-    inputs: ScanInputs, *, document_ids: Tensor, chunk_size: int, initial_state: Tensor | None = None
-) -> FinalState:
-    """Return what ``ssd_scan`` leaves behind, without its outputs: half of its work. ``inputs.c`` does not matter."""
-    return _states(_divide(inputs, document_ids=document_ids, chunk_size=chunk_size), initial_state, None)[1]
-
-
 def scale_heads(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply each head's channels [..., P] by its factor [...], first rounded to ``x.dtype``: one memory pass."""
     return x * factor[..., None].to(x.dtype)

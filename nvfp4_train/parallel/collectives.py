@@ -8,6 +8,7 @@
     gather_equal       concatenate the ranks' parts   own part
     split_equal        own part                       concatenate               (all-gather)
     all_to_all         exchange rows                  exchange back
+    with_preceding     prepend the neighbour's last   add what the next rank returns
 
 Which one fits depends on what a rank's gradient is. `gather` and `copy_to_ranks` enter a region in which each rank
 computes a part of the model: the gradients of their results are parts of a sum. `reduce_scatter` and `all_reduce` leave
@@ -77,6 +78,26 @@ def all_to_all(x: Tensor, *, sent: list[int], received: list[int], group: dist.P
         [sum(received), ...].
     """
     return _AllToAll.apply(x, sent, received, group)
+
+
+def mean_over_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean of `x` over ranks, taken in its dtype; for use inside functions with gradients of their own."""
+    return _summed(x, group, x.dtype) / group.size()
+
+
+def with_preceding(x: Tensor, *, dim: int, count: int, group: dist.ProcessGroup, sum_dtype: torch.dtype) -> Tensor:
+    """Return the last places, along `dim`, of the rank before, and then `x`; zeros before the first rank.
+
+    Only neighbours talk. The gradients of what was handed to the next rank come back and are added in `sum_dtype`.
+
+    Args:
+        x: As large on every rank.
+        dim: Along which the ranks' parts follow each other.
+        count: Places of the rank before, at most those of `x`.
+        group: The ranks.
+        sum_dtype: In which gradients are added up.
+    """
+    return _WithPreceding.apply(x, (dim % x.ndim, count), group, sum_dtype)
 
 
 # Dtypes in which functions add up, and of their results.
@@ -159,6 +180,34 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _WithPreceding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, place: tuple[int, int], group: dist.ProcessGroup, sum_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.place, ctx.group, ctx.sum_dtype = place, group, sum_dtype
+        dim, count = place
+        parts = x.movedim(dim, 0)
+        before = _from_neighbour(parts[len(parts) - count :], group, step=1)
+        return torch.cat((before, parts)).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, count = ctx.place
+        parts = grad.movedim(dim, 0)
+        own = parts[count:].to(ctx.sum_dtype, copy=True)
+        own[len(own) - count :] += _from_neighbour(parts[:count], ctx.group, step=-1)
+        return own.to(grad.dtype).movedim(0, dim).contiguous(), None, None, None
+
+
+def _from_neighbour(x: Tensor, group: dist.ProcessGroup, *, step: int) -> Tensor:
+    """Send `x` `step` ranks on and return what comes from as many ranks back, zeros at the end of the line."""
+    rank, size = group.rank(), group.size()
+    sent, received = ([len(x) if other == rank + by else 0 for other in range(size)] for by in (step, -step))
+    arrived = _exchanged(x if sum(sent) else x[:0], sent, received, group)
+    return arrived if sum(received) else torch.zeros_like(x)
 
 
 def _concatenated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,9 @@
 """Context parallelism: ranks that share every sequence, each with a contiguous part of its tokens.
 
 Every rank along `cp` reads the same batch and computes with its part. What tokens need of each other goes through a
-`RowExchange`: attention gathers keys and values, the convolution gets the few tokens before the part, the scan passes
-states, and multi-token prediction gets the few tokens after it. Ranks of one `cp` group call all of this in the same
+`RowExchange`: attention gathers keys and values, or gets those of the neighbour that its window reaches, the
+convolution gets the few tokens before the part, the scan passes states, and multi-token prediction gets the few tokens
+after it. Ranks of one `cp` group call all of this in the same
 order, in a recomputed forward too, because nothing of it depends on the data.
 
 Gradients of parameters need nothing here: FSDP shards over dp_shard x cp and sums there.
@@ -21,7 +22,7 @@ from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.router import Router
 from nvfp4_train.model.row_part import RowExchange
 from nvfp4_train.parallel.amax import agree_on_amax
-from nvfp4_train.parallel.collectives import gather
+from nvfp4_train.parallel.collectives import gather, with_preceding
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.precision.linear import QuantizedLinear
 
@@ -76,6 +77,7 @@ def build_row_exchange(group: dist.ProcessGroup, *, rank: int, degree: int) -> R
     return RowExchange(
         num_parts=degree,
         gather=partial(_gather, group=group),
+        with_preceding=partial(_with_preceding, group=group),
         preceding=partial(_preceding, group=group, rank=rank),
         following=partial(_following, group=group, rank=rank),
         carry_forward=partial(_carry, group=group, parts_before=range(rank)),
@@ -95,6 +97,12 @@ def _locate_part(
 def _gather(part: Tensor, dim: int, *, group: dist.ProcessGroup) -> Tensor:
     # In BF16 too the gradients of a key or value are added up before they are rounded, as within one rank.
     return gather(part, dim=dim, group=group, sum_dtype=torch.promote_types(part.dtype, torch.float32))
+
+
+@torch.compiler.disable
+def _with_preceding(part: Tensor, dim: int, count: int, *, group: dist.ProcessGroup) -> Tensor:
+    sum_dtype = torch.promote_types(part.dtype, torch.float32)  # as in `_gather`
+    return with_preceding(part, dim=dim, count=count, group=group, sum_dtype=sum_dtype)
 
 
 @torch.compiler.disable

@@ -1,6 +1,6 @@
 """What a model reports beside the loss of the next token, over all microbatches and data ranks of a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,24 @@ class ExtraLosses:
         """Add those of one forward: name to [2], the sum over labels and the number of labels."""
         for name, value in extra.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def share(self, loss_sum: Tensor, *, names: Sequence[str], sum_over_stages: Callable[[Tensor], Tensor]) -> Tensor:
+        """Give every rank of a pipeline the loss and the extra losses of its last stage, in one exchange.
+
+        Args:
+            loss_sum: FP32 scalar, 0 where the last stage is elsewhere.
+            names: Of the extra losses, in the order of the model.
+            sum_over_stages: Sums a tensor over the ranks of the pipeline.
+
+        Returns:
+            The loss.
+        """
+        assert not self._sums or list(self._sums) == list(names)
+        nothing = torch.zeros(2, dtype=loss_sum.dtype, device=loss_sum.device)
+        own = [self._sums.get(name, nothing).to(loss_sum.dtype) for name in names]
+        total = sum_over_stages(torch.cat((loss_sum.detach().reshape(1), *own)))
+        self._sums = dict(zip(names, total[1:].unflatten(0, (-1, 2)) if names else (), strict=True))
+        return total[0]
 
     def reduce(
         self, loss_sum: Tensor, *, sum_over_data: Callable[[Tensor], Tensor]

@@ -115,6 +115,13 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def parameters_in_compute_dtype(model: HybridLM) -> list[nn.Parameter]:
+    """Return the parameters of a whole model that `apply_fsdp` gathers in the compute dtype: Linears' and experts'."""
+    in_fp32 = [module for module in model.modules() if isinstance(module, nn.Embedding)] + _fp32_modules(model)
+    seen_in_fp32 = {id(parameter) for module in in_fp32 for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in seen_in_fp32]
+
+
 def _reshard_experts(size: bool | int, *, num_shards: int) -> bool | int:  # noqa: FBT001 - what FSDP takes
     is_part = isinstance(size, bool) or num_shards % size == 0
     return size if is_part else True
@@ -127,5 +134,5 @@ def _place_experts(parameter: nn.Parameter, *, num_shards: int) -> Shard:
     return Shard(1) if num_experts < num_shards and out_features % num_shards == 0 else Shard(0)
 
 
-def _fp32_modules(block: nn.Module) -> list[nn.Module]:
-    return [module for module in block.modules() if getattr(module, "keep_fp32", False)]
+def _fp32_modules(root: nn.Module) -> list[nn.Module]:
+    return [module for module in root.modules() if getattr(module, "keep_fp32", False)]

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nvfp4_train.config.batch import BatchConfig
 from nvfp4_train.config.parallel import ParallelConfig
+from nvfp4_train.config.problem import Problem, require
 from nvfp4_train.parallel.runtime import Runtime
 
 # Outermost first: neighbouring ranks share the last axis.
@@ -107,6 +108,12 @@ class Mesh:
         dist.all_reduce(result)
         return result
 
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum of `tensor` over all ranks; otherwise as `sum_over_data`."""
+        result = tensor.to(self.device, copy=True)
+        dist.all_reduce(result, dist.ReduceOp.MAX)
+        return result
+
     def _reduce_over_tokens(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         result = tensor.to(self.device, copy=True)
         if self.tokens["tokens"].size() > 1:
@@ -120,34 +127,32 @@ class Mesh:
         """Check that every step gives each data rank the same number of microbatches.
 
         Raises:
-            ValueError: naming the size that does not fit.
+            ConfigError: naming the sizes that do not fit.
         """
         unit = cfg.micro_batch_size * self.dp_degree
         sizes = {"batch.global_batch_size": cfg.global_batch_size}
         if cfg.ramp.tokens:
             sizes |= {"batch.ramp.start": cfg.ramp.start, "batch.ramp.increment": cfg.ramp.increment}
-        for key, size in sizes.items():
-            if size % unit:
-                raise ValueError(
-                    f"{key} = {size} must be a multiple of micro_batch_size x data-parallel ranks = "
-                    f"{cfg.micro_batch_size} x {self.dp_degree} = {unit}; change one of the three"
-                )
+        rule = (
+            f"must be a multiple of micro_batch_size x data-parallel ranks = "
+            f"{cfg.micro_batch_size} x {self.dp_degree} = {unit}"
+        )
+        fix = "change it, batch.micro_batch_size or the number of data-parallel ranks"
+        require([Problem(key=key, value=size, rule=rule, fix=fix) for key, size in sizes.items() if size % unit])
 
 
 def build_mesh(cfg: ParallelConfig, runtime: Runtime) -> Mesh:
     """Arrange all ranks along the axes.
 
     Raises:
-        ValueError: if the degrees do not multiply to the number of ranks, or the experts' ranks do not divide those
+        ConfigError: if the degrees do not multiply to the number of ranks, or the experts' ranks do not divide those
             they are taken from.
     """
     degrees = axis_degrees(cfg, world_size=runtime.world_size)
     fsdp = degrees["dp_shard"] * degrees["cp"]
     if fsdp % cfg.ep_degree:
-        raise ValueError(
-            f"parallel.ep_degree = {cfg.ep_degree} must divide dp_shard_degree x cp_degree = "
-            f"{degrees['dp_shard']} x {degrees['cp']} = {fsdp}; change one of the three"
-        )
+        rule = f"must divide dp_shard_degree x cp_degree = {degrees['dp_shard']} x {degrees['cp']} = {fsdp}"
+        require([Problem(key="parallel.ep_degree", value=cfg.ep_degree, rule=rule, fix="change one of the three")])
     pp, replicate, tp = (degrees[axis] for axis in ("pp", "dp_replicate", "tp"))
     root = init_device_mesh(runtime.device.type, (runtime.world_size,), mesh_dim_names=("world",))
 
@@ -170,7 +175,7 @@ def axis_degrees(cfg: ParallelConfig, *, world_size: int) -> dict[str, int]:
     """Return the degree of each axis in `AXES`, with `dp_shard` filling what the others leave where it is -1.
 
     Raises:
-        ValueError: if they do not multiply to the number of ranks.
+        ConfigError: if they do not multiply to the number of ranks.
     """
     degrees = {axis: getattr(cfg, f"{axis}_degree") for axis in AXES}
     if degrees["dp_shard"] == -1:
@@ -180,8 +185,7 @@ def axis_degrees(cfg: ParallelConfig, *, world_size: int) -> dict[str, int]:
     if product != world_size:
         shown = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis in DATA_AXES}
         found = " x ".join(f"{axis}_degree {degree}" for axis, degree in shown.items())
-        raise ValueError(
-            f"parallel: {found} = {product}, but there are {world_size} ranks; "
-            f"start {product} ranks, or use parallel.dp_shard_degree=-1 with the other degrees dividing {world_size}"
-        )
+        rule = f"the product must be the number of ranks, and there are {world_size}"
+        fix = f"start {product} ranks, or use parallel.dp_shard_degree=-1 with the other degrees dividing {world_size}"
+        require([Problem(key="parallel", value=f"{found} = {product}", rule=rule, fix=fix)])
     return degrees

@@ -29,7 +29,7 @@ from nvfp4_train.config.pipeline import PipelineSchedule, step_problems
 from nvfp4_train.config.problem import require
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.model.hybrid import HybridLM
-from nvfp4_train.model.model_part import ModelPart, boundary_values, embeds_at_end
+from nvfp4_train.model.model_part import ModelPart, boundary_values, embeds_at_end, extra_loss_names
 from nvfp4_train.parallel.extra_losses import ExtraLosses
 from nvfp4_train.parallel.fsdp import prepare_backward, reduce_gradients, reshard
 from nvfp4_train.parallel.mesh import Mesh
@@ -125,7 +125,7 @@ class PipelineRunner:
         self.extra = ExtraLosses()
 
     def forward_backward(self, batches: Sequence[Batch], denominator: Tensor, *, start: StartMicrobatch) -> Tensor:
-        """Run the schedule; see `Runner`. The loss is known on every rank of the pipeline."""
+        """Run the schedule; see `Runner`. Loss and extra losses are known on every rank of the pipeline."""
         self._denominator = denominator
         self.extra = ExtraLosses()
         for _, part in self._stages:
@@ -137,7 +137,9 @@ class PipelineRunner:
         # Every stage reads its own batches; a target is only what makes the schedule ask for a loss.
         schedule.step(target=torch.zeros(len(batches)), return_outputs=False)
         self._exchange_embedding_gradients()
-        return self._share(sum(stage.loss_sum for stage in stages))  # type: ignore[arg-type]
+        loss_sum = torch.stack([stage.loss_sum for stage in stages]).sum()
+        names = extra_loss_names(self._model.cfg)
+        return self.extra.share(loss_sum, names=names, sum_over_stages=self._share)
 
     def evaluate(self, batch: Batch, *, start: StartMicrobatch) -> Tensor:
         """Send one microbatch through all stages; see `Runner`."""
@@ -204,9 +206,9 @@ class PipelineRunner:
     def _loss(self, loss_sum: Tensor, target: Tensor) -> Tensor:
         return loss_sum / self._denominator
 
-    def _share(self, loss_sum: Tensor) -> Tensor:
-        """Return the loss of the last stage on every rank; the others pass zero."""
-        total = loss_sum.detach().clone()
+    def _share(self, values: Tensor) -> Tensor:
+        """Return on every rank what the last stage knows; the others pass zeros."""
+        total = values.clone()
         dist.all_reduce(total, group=self._group)
         return total
 

@@ -19,7 +19,7 @@ class Runner(Protocol):
     """Runs the microbatches of a rank; all ranks call every method, in the same order.
 
     Attributes:
-        extra: What the model reported beside the loss in the newest step, on the ranks that have the end of it.
+        extra: What the model reported beside the loss in the newest step; the same names on all ranks.
     """
 
     extra: ExtraLosses

@@ -18,7 +18,8 @@ class StagePlan:
         index: Of the stage, from 0.
         rank: Its place along the axis `pp`.
         blocks: Indices of its blocks in the whole model.
-        cost: FLOPs of a forward and a backward over one sequence, with those of embedding and head where it has them.
+        cost: Of a forward and a backward over one sequence, with embedding and head where it has them; FLOPs, or
+            seconds where those were measured.
         is_first: Whether it has the embedding.
         is_last: Whether it has the final norm, the head and multi-token prediction.
     """
@@ -33,12 +34,12 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """FLOPs of a forward and a backward over one sequence.
+    """FLOPs, or seconds, of a forward and a backward over one sequence.
 
     Args:
         blocks: Of each block of the main model.
-        before: Of the embedding: one operation per element that is read and per element of the gradient that is
-            written, since it multiplies nothing.
+        before: Of the embedding; its FLOPs are one operation per element that is read and per element of the gradient
+            that is written, since it multiplies nothing.
         after: Of the output head and multi-token prediction.
     """
 
@@ -47,7 +48,9 @@ class BlockCosts:
     after: float
 
 
-def plan_stages(model: HybridLM, cfg: ParallelConfig, *, sequence_length: int) -> list[StagePlan]:
+def plan_stages(
+    model: HybridLM, cfg: ParallelConfig, *, sequence_length: int, costs: BlockCosts | None = None
+) -> list[StagePlan]:
     """Divide a model: where its pattern has `|`, there; else so that the most expensive stage is as cheap as possible.
 
     A pure function of its arguments: every rank, and a plan without ranks, finds the same.
@@ -56,12 +59,13 @@ def plan_stages(model: HybridLM, cfg: ParallelConfig, *, sequence_length: int) -
         model: Whole, on any device, meta included.
         cfg: Degrees and schedule.
         sequence_length: Tokens of a sequence, which decide what attention costs.
+        costs: What was measured; None: FLOPs.
 
     Raises:
         ValueError: for segments that are not as many as stages, or a stage without blocks.
     """
     num_stages = cfg.num_stages
-    costs = block_costs(model, sequence_length=sequence_length)
+    costs = costs or block_costs(model, sequence_length=sequence_length)
     pattern = model.cfg.layer_pattern
     if len(pattern.segments) > 1 and num_stages > 1:
         parts = _segments(pattern, num_stages=num_stages)

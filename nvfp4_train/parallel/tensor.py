@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from nvfp4_train.config.model import NormGroup
 from nvfp4_train.config.parallel import ParallelConfig, ReduceDtype
 from nvfp4_train.model.attention import Attention
 from nvfp4_train.model.block import Block
@@ -44,6 +45,7 @@ from nvfp4_train.parallel.collectives import (
     copy_to_ranks,
     gather,
     gather_equal,
+    mean_over_ranks,
     reduce_scatter,
     split_equal,
 )
@@ -209,6 +211,9 @@ def _split_mamba(mamba: Mamba2, tp: TensorParallel) -> None:
     split_outputs(mamba.in_proj, tp)
     for module in (mamba.conv1d, mamba.scan, mamba.norm):
         hold_parts(module, tp.dense, Shard(0))
+    if mamba.cfg.norm_group is NormGroup.whole:
+        mamba.norm.group_width //= tp.degree
+        mamba.norm.mean_over_parts = partial(mean_over_ranks, group=tp.group)
     split_inputs(mamba.out_proj, tp)
 
 

@@ -1,6 +1,7 @@
 """Tells the user's mistakes from ours."""
 
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -11,6 +12,9 @@ from nvfp4_train.train.anomaly import NonFiniteError
 
 EXIT_RUN = 1
 EXIT_CONFIG = 2
+
+# A launcher ends the other ranks as soon as one has left: rank 0 must have spoken before.
+WAIT_FOR_MAIN_SECONDS = 10.0
 
 # What may end a run without a stack trace; see `describe_failure`.
 USER_FACING = (ValueError, OSError, CheckpointError, NonFiniteError)
@@ -34,7 +38,9 @@ def describe_failure(error: Exception) -> str | None:
 
 
 def report_failure(error: Exception, *, rank: int) -> int:
-    """Write to stderr what went wrong, every rank its own, and return the exit code.
+    """Write to stderr what went wrong, and return the exit code.
+
+    Every rank writes its own; a configuration is wrong on all of them alike, and rank 0 says so.
 
     Raises:
         Exception: ``error`` itself, if it is a bug.
@@ -42,6 +48,9 @@ def report_failure(error: Exception, *, rank: int) -> int:
     message = describe_failure(error)
     if message is None:
         raise error
+    if isinstance(error, ConfigError) and rank:
+        time.sleep(WAIT_FOR_MAIN_SECONDS)
+        return EXIT_CONFIG
     sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {message}\n")
     return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_RUN
 

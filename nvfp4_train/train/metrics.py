@@ -50,6 +50,11 @@ def is_true_on_any_rank(*, flag: bool, mesh: Mesh) -> bool:
     return bool(mesh.sum_over_ranks(torch.tensor(float(flag), device=mesh.device)).item())
 
 
+def largest_over_ranks(number: int, *, mesh: Mesh) -> int:
+    """Return on every rank the largest ``number`` that one of them has."""
+    return int(mesh.max_over_ranks(torch.tensor(number, device=mesh.device)).item())
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Wait for a tensor and return whether it has neither NaN nor infinity."""
     return bool(tensor.isfinite().all().item())

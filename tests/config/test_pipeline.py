@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from nvfp4_train.config.parallel import StageBalance
 from nvfp4_train.config.pipeline import PipelineSchedule, microbatches_fault, step_problems
 from tests.support.configs import composed, load_problems, problems_of
 
@@ -125,3 +126,12 @@ def test_a_layout_that_fits_has_no_problem():
 
 def test_a_faulty_pattern_is_reported_once():
     assert "must be known" in load_problems(*TINY, "model.pattern=MX")["model.pattern"].rule
+
+
+def test_stages_are_balanced_where_there_are_some_to_balance():
+    time = StageBalance.time
+    (problem,) = problems_of(lambda: replace(ROOT.parallel, stage_balance=time))
+    assert problem.key == "stage_balance"
+    pipeline = ("parallel.pp_degree=2", "parallel.stage_balance=time", "experiment=tiny")
+    assert composed(*pipeline, "model.pattern=M*-M").parallel.stage_balance is time
+    assert list(load_problems(*pipeline, "model.pattern=M*|-M")) == ["parallel.stage_balance"]

@@ -70,11 +70,9 @@ def test_the_joined_input_of_multi_token_prediction_is_shared():
     assert "model.d_model" not in problems(replace(MODEL, pattern="-", d_model=33, vocab_size=60), tp=4)
 
 
-def test_a_norm_over_the_whole_width_is_refused():
+def test_a_norm_over_the_whole_width_is_shared_too():
     model = replace(MODEL, mamba=replace(MODEL.mamba, norm_group=NormGroup.whole))
-    problem = problems(model, tp=2)["model.mamba.norm_group"]
-    assert problem.value == "whole"
-    assert problems(replace(model, pattern="*-"), tp=2) == {}
+    assert problems(model, tp=2) == {}
 
 
 def test_sequence_parallelism_needs_equal_parts_of_the_sequence():

@@ -137,6 +137,10 @@ def test_blocks_of_32_are_not_cut_either():
     ("overrides", "key"),
     [
         (["parallel.dp_replicate_degree=2"], "parallel.dp_replicate_degree"),
+        (["parallel.pp_degree=2"], "parallel.pp_degree"),
+        (["parallel.cp_degree=2"], "parallel.cp_degree"),
+        (["parallel.tp_degree=2", "model.mamba.num_groups=2"], "parallel.tp_degree"),
+        (["parallel.ep_degree=2", "parallel.dp_shard_degree=2", "model.pattern=M*-E"], "parallel.ep_degree"),
         (["parallel.compile=block"], "parallel.compile"),
         (["optimizer=muon"], "optimizer"),
         (["optimizer.state_dtype=bf16"], "optimizer.state_dtype"),

@@ -52,6 +52,8 @@ def loaded(runtime: Runtime, kind: str, path: Path) -> tuple[float, float]:
     assert engine.load(path) == {"tokens": 256}
     assert engine.step == SAVED_STEP
     (following,) = train(engine, range(SAVED_STEP, SAVED_STEP + 1))
+    counted = {float(state["step"]) for state in engine._optimizer.state.values()}  # type: ignore[attr-defined]
+    assert counted == {SAVED_STEP + 1}
     engine.close()
     return following
 

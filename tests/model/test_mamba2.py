@@ -74,26 +74,6 @@ def test_equals_its_definition(changes, lengths):
     torch.testing.assert_close(mixer(h, locate_documents(document_ids(*lengths)))[0], wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("lengths", [(13,), (3, 9, 1)])
-def test_a_scan_can_be_cut(lengths):
-    scan, ids = make_mixer().scan, document_ids(*lengths)
-    heads, groups = TINY_MAMBA.num_heads, TINY_MAMBA.num_groups
-    x = torch.randn(1, 13, groups, heads // groups, TINY_MAMBA.d_head, dtype=torch.float64)
-    b, c = torch.randn(2, 1, 13, groups, TINY_MAMBA.d_state, dtype=torch.float64)
-    dt = torch.randn(1, 13, groups, heads // groups, dtype=torch.float64)
-    left, right = slice(0, 7), slice(7, 13)
-    documents = [locate_documents(ids[:, part]) for part in (left, right)]
-    final = scan.final_state(x[:, left], b=b[:, left], dt=dt[:, left], documents=documents[0])
-    y = torch.cat(
-        [
-            scan(x[:, part], b=b[:, part], c=c[:, part], dt=dt[:, part], documents=located, initial_state=initial)
-            for part, located, initial in ((left, documents[0], None), (right, documents[1], final.state))
-        ],
-        dim=1,
-    )
-    torch.testing.assert_close(y, scan(x, b=b, c=c, dt=dt, documents=locate_documents(ids)))
-
-
 def test_dt_limits_matter():
     h, documents = torch.randn(1, 13, D_MODEL, dtype=torch.float64), locate_documents(document_ids(13))
     limited = make_mixer(replace(TINY_MAMBA, dt_min=0.5, dt_max=1.0))

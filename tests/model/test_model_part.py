@@ -6,7 +6,15 @@ from torch import Tensor
 
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.model.hybrid import HybridLM
-from nvfp4_train.model.model_part import ModelPart, boundary_values, embeds_at_end, has_penalties
+from nvfp4_train.model.model_part import (
+    ModelPart,
+    boundary_values,
+    embeds_at_end,
+    extra_loss_names,
+    has_penalties,
+    router_names,
+)
+from nvfp4_train.model.router import Router
 from tests.support.models import document_ids, initialized
 from tests.support.tiny import tiny_model
 
@@ -59,7 +67,7 @@ def test_parts_in_a_row_are_the_model(name, bounds):
     assert torch.equal(loss, whole)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-5, atol=1e-6)
-    assert parts[-1].extra_losses.keys() == extra.keys()
+    assert list(parts[-1].extra_losses) == list(extra) == extra_loss_names(model.cfg)
     for key, value in extra.items():
         torch.testing.assert_close(parts[-1].extra_losses[key], value)
     with torch.no_grad():
@@ -96,3 +104,18 @@ def test_what_an_end_needs():
     assert [name for name, cfg in MODELS.items() if embeds_at_end(cfg)] == ["tied", "depths"]
     assert [name for name, cfg in MODELS.items() if has_penalties(cfg)] == ["penalties", "depths"]
     assert not has_penalties(with_penalties(tiny_model("M*-M/E")))  # only the depths have routers
+
+
+@pytest.mark.parametrize("share_depths", [False, True])
+@pytest.mark.parametrize("pattern", ["M*-", "ME*E", "ME*-/*E/*E", "M/E"])
+def test_names_of_all_routers_are_known_without_the_model(pattern, share_depths):
+    cfg = tiny_model(pattern)
+    cfg = replace(cfg, mtp=replace(cfg.mtp, share_depths=share_depths))
+    with torch.device("meta"):
+        model = HybridLM(cfg)
+    assert router_names(cfg) == [name for name, module in model.named_modules() if isinstance(module, Router)]
+
+
+def test_routers_of_depths_alone_have_a_penalty():
+    assert extra_loss_names(with_penalties(tiny_model("M/E"))) == ["mtp_1", "router"]
+    assert extra_loss_names(tiny_model("ME/E")) == ["mtp_1"]

@@ -49,3 +49,36 @@ def test_norms_compute_in_fp32_and_return_the_activation_dtype():
     assert torch.equal(norm(x), expected)
     gated = fill(GatedRMSNorm(4, group_width=4, eps=0.0))
     assert torch.equal(gated(x, torch.ones_like(x)), (torch.ones(1, 4) * gated.weight).to(torch.bfloat16))
+
+
+def test_holders_of_halves_of_a_group_norm_as_one_of_all():
+    """The halves are computed in turn, each with the other's means, as an exchange would give them."""
+    whole = fill(GatedRMSNorm(12, group_width=12, eps=1e-3)).double()
+    x, gate, weight = torch.randn(3, 5, 12, dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (x, gate)]
+    wanted = torch.autograd.grad((whole(x, gate) * weight).sum(), [*leaves, whole.weight])
+    squares = (x * F.silu(gate)).detach().square().unflatten(-1, (2, 6)).mean(dim=-1)
+    seen: list[torch.Tensor] = []
+
+    def exchange(mean: torch.Tensor, *, half: int) -> torch.Tensor:
+        seen.append(mean)
+        if len(seen) % 2:  # the sum of squares comes first
+            torch.testing.assert_close(mean[:, 0, 0], squares[:, half])
+            return squares.mean(dim=-1)[:, None, None].clone()
+        return along[:, None, None].clone()
+
+    inverse = (squares.mean(dim=-1) + 1e-3).rsqrt()
+    normed = (x * F.silu(gate)).detach() * inverse[:, None]
+    along = (weight * whole.weight.detach() * normed).mean(dim=-1)
+    for half in range(2):
+        channels = slice(6 * half, 6 * half + 6)
+        norm = GatedRMSNorm(12, group_width=6, eps=1e-3).double()
+        norm.weight = torch.nn.Parameter(whole.weight.detach()[channels].clone())
+        norm.mean_over_parts = lambda mean, half=half: exchange(mean, half=half)
+        mine = [tensor.detach()[:, channels].requires_grad_() for tensor in leaves]
+        y = norm(*mine)
+        torch.testing.assert_close(y, whole(x, gate)[:, channels])
+        found = torch.autograd.grad((y * weight[:, channels]).sum(), [*mine, norm.weight])
+        for got, of_all in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, of_all[..., channels])
+    assert len(seen) == 4

@@ -1,10 +1,12 @@
 """A part of every row needs little of the rest, which the test knows here; ranks exchange it."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4_train.model.attend import attend
@@ -34,12 +36,19 @@ def exchange_of(whole: Tensor, *, first: int) -> RowExchange:
     return RowExchange(
         num_parts=SIZE // PART,
         gather=refuse,
+        with_preceding=refuse,
         preceding=preceding,
         following=following,
         carry_forward=lambda value, factor: 10.0 * torch.ones_like(value) + factor,
         carry_backward=lambda value, factor: value + 100.0 * factor,
         sum=lambda number: number * 3,
     )
+
+
+def held(x: Tensor, documents: Documents, *, window_tokens: int) -> Tensor:
+    """The places `seen_keys` of [B, G, S, P], NaN for those before the row."""
+    places = documents.seen_keys(window_tokens=window_tokens)
+    return F.pad(x, (0, 0, PART, 0), value=math.nan)[:, :, PART + places.start : PART + places.stop].contiguous()
 
 
 def part_of(ids: Tensor, *, first: int, whole: Tensor | None = None) -> Documents:
@@ -52,13 +61,17 @@ RNG = torch.Generator().manual_seed(5)
 
 
 @pytest.mark.parametrize("first", range(0, SIZE, PART))
-@pytest.mark.parametrize("window_tokens", [0, 3, 11])
+@pytest.mark.parametrize("window_tokens", [0, 3, 9, 11])
 @pytest.mark.parametrize("knows_spans", [True, False])
 def test_queries_of_a_part_see_what_they_see_in_whole_rows(first: int, window_tokens: int, knows_spans: bool):
     query, key, value = (torch.randn(3, heads, SIZE, 8, generator=RNG, dtype=torch.float64) for heads in (4, 2, 2))
     expected = attend(query, key, value, documents=locate_documents(IDS), window_tokens=window_tokens)
     here, part = slice(first, first + PART), part_of(IDS, first=first)
     documents = part if knows_spans else replace(part, spans=None)
+    key, value = (held(tensor, part, window_tokens=window_tokens) for tensor in (key, value))
+    assert key.shape[2] == {3: PART + 2, 9: 2 * PART}.get(window_tokens, SIZE)
+    if not knows_spans:  # a mask does not keep NaN out
+        key, value = key.nan_to_num(), value.nan_to_num()
     found = attend(query[:, :, here], key, value, documents=documents, window_tokens=window_tokens)
     torch.testing.assert_close(found, expected[:, :, here], rtol=1e-12, atol=1e-12)
 
@@ -68,11 +81,14 @@ def test_positions_and_masks_are_those_of_whole_rows(first: int):
     whole, here = locate_documents(IDS), slice(first, first + PART)
     part = part_of(IDS, first=first)
     assert torch.equal(part.positions, whole.positions[:, here])
-    assert torch.equal(part.causal_mask(window_tokens=4), whole.causal_mask(window_tokens=4)[:, here])
-    blocks = part.block_mask(window_tokens=4)
-    query, key = torch.arange(PART)[:, None], torch.arange(SIZE)
-    seen = torch.stack([blocks.mask_mod(torch.tensor(row), torch.tensor(0), query, key) for row in range(3)])
-    assert torch.equal(seen, part.causal_mask(window_tokens=4))
+    for window_tokens in (4, 11):  # that of the neighbour and of whole rows
+        keys, mask = part.seen_keys(window_tokens=window_tokens), part.causal_mask(window_tokens=window_tokens)
+        expected = F.pad(whole.causal_mask(window_tokens=window_tokens)[:, here], (PART, 0))
+        assert torch.equal(mask, expected[:, :, PART + keys.start : PART + keys.stop])
+        blocks = part.block_mask(window_tokens=window_tokens)
+        query, key = torch.arange(PART)[:, None], torch.arange(len(keys))
+        seen = torch.stack([blocks.mask_mod(torch.tensor(row), torch.tensor(0), query, key) for row in range(3)])
+        assert torch.equal(seen, mask)
 
 
 @pytest.mark.parametrize("first", range(0, SIZE, PART))
@@ -110,6 +126,6 @@ def test_states_pass_only_where_a_document_goes_on():
 def test_whole_rows_need_nothing():
     documents, x = locate_documents(IDS), torch.ones(3, SIZE, 2)
     assert documents.halo(x, count=3) is None
-    assert documents.whole_rows(x, x)[0] is x
+    assert documents.with_seen(x, x, window_tokens=3)[0] is x
     assert documents.mean_over_parts(x) is x
     assert part_of(IDS, first=0).mean_over_parts(torch.tensor(2)).item() == 2

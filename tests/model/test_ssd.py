@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_train.model.ssd import ScanInputs, ssd_final_state, ssd_scan
+from nvfp4_train.model.ssd import ScanInputs, ssd_scan
 from tests.support.models import document_ids
 
 
@@ -193,17 +193,6 @@ def test_a_scan_can_be_cut(lengths, at):
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
     for mine, reference in zip(tensors_of(parts), tensors_of(whole), strict=True):
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("lengths", [(19,), (12, 7)])
-def test_final_states_alone(lengths):
-    inputs, ids = draw_inputs(size=19), document_ids(*lengths, rows=2)
-    initial = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64)
-    alone = ssd_final_state(inputs, document_ids=ids, chunk_size=8)
-    scanned = ssd_scan(inputs, document_ids=ids, chunk_size=8, initial_state=initial)[1]
-    torch.testing.assert_close(scanned.state, alone.total_decay[..., None, None] * initial + alone.state)
-    assert torch.equal(scanned.total_decay, alone.total_decay)
-    assert bool((alone.total_decay == 0).all()) is (len(lengths) > 1)
 
 
 def test_gradients_of_the_initial_state_match_finite_differences():

@@ -11,6 +11,7 @@ from nvfp4_train.parallel.collectives import (
     copy_to_ranks,
     gather,
     gather_equal,
+    mean_over_ranks,
     reduce_scatter,
     split_equal,
 )
@@ -51,6 +52,7 @@ def call_all(runtime: Runtime) -> dict[str, tuple[Tensor, Tensor]]:
     found["in_bf16"] = with_gradient(
         lambda x: all_reduce(x, group=group, sum_dtype=torch.bfloat16), x.clone(), rank=rank
     )
+    found["mean"] = (mean_over_ranks(values(rank, 4, 4), group=group), torch.empty(0))
     x = torch.tensor([1.0 + 2.0**-10])
     found["rounds"] = with_gradient(lambda x: all_reduce(x, group=group, sum_dtype=torch.bfloat16), x, rank=rank)
     return found
@@ -109,3 +111,9 @@ def test_sums_are_taken_in_the_dtype_that_is_asked_for(ranks):
     assert rounded.dtype is torch.float32
     assert rounded.item() == 2.0
     assert gradient.dtype is torch.float32
+
+
+def test_a_mean_over_ranks(ranks):
+    wanted = torch.stack([values(rank, 4, 4) for rank in range(NUM_RANKS)]).mean(dim=0)
+    for found in ranks:
+        torch.testing.assert_close(found["mean"][0], wanted)

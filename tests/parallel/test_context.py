@@ -3,17 +3,20 @@
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4_train.config.model import ModelConfig, Position
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from nvfp4_train.model.hybrid import HybridLM
+from nvfp4_train.model.row_part import RowPart
 from nvfp4_train.parallel.compile import compile_blocks
 from nvfp4_train.parallel.context import apply_context, build_row_exchange, cut_rows, stream_rows
-from nvfp4_train.parallel.mesh import build_mesh
+from nvfp4_train.parallel.mesh import Mesh, build_mesh
 from nvfp4_train.parallel.runtime import Runtime
 from tests.support.models import document_ids, initialized, tiny_model
 from tests.support.ranks import run_on_ranks
@@ -96,13 +99,37 @@ def run_rank(runtime: Runtime) -> dict[str, Any]:
         apply_context(model, mesh=mesh)
         found[f"{name} logits"] = logits_of(model, local)
         found[f"{name} perturbed"] = logits_of(model, cut_rows(perturbed(tokens), mesh=mesh))
+        with patch.object(RowPart, "is_near", lambda *_: False):
+            found[f"{name} gathered"] = gathered(mesh, tokens, labels, is_windowed=name == "windowed")
         if name == "windowed":
             compile_blocks(model, backend="eager")
             found["compiled"] = logits_of(model, local)
     batch = Batch(tokens=tokens, labels=labels, document_ids=IDS, position_ids=IDS, microbatch_index=2)
     found["stream"] = stream_rows(batch, mesh=mesh)
     found["exchange"] = exchanged(mesh.group("cp"), runtime.rank)
+    found["near"] = {count: near_and_whole(mesh.group("cp"), runtime.rank, count=count) for count in (0, 1, 5, PART)}
     return found
+
+
+def gathered(mesh: Mesh, tokens: Tensor, labels: Tensor, *, is_windowed: bool) -> Trained:
+    model = double_model(is_windowed=is_windowed)
+    apply_context(model, mesh=mesh)
+    return trained(model, cut_rows(tokens, mesh=mesh), cut_rows(labels, mesh=mesh))
+
+
+def near_and_whole(group: Any, rank: int, *, count: int) -> list[tuple[Tensor, Tensor]]:
+    """BF16 values that come from the neighbour, or out of whole rows, and their gradients."""
+    exchange = build_row_exchange(group, rank=rank, degree=NUM_RANKS)
+    rng = torch.Generator().manual_seed(rank)
+    x = torch.randn(2, PART, 3, generator=rng).bfloat16()
+    weight = torch.randn(2, count + PART, 3, generator=rng).bfloat16()
+    near, far = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = exchange.with_preceding(near, 1, count)
+    whole = F.pad(exchange.gather(far, 1), (0, 0, PART, 0))
+    expected = whole[:, (rank + 1) * PART - count : (rank + 2) * PART]
+    for y in (found, expected):
+        y.backward(weight)
+    return [(found.detach(), expected.detach()), (near.grad, far.grad)]
 
 
 def exchanged(group: Any, rank: int) -> dict[str, Any]:
@@ -201,3 +228,20 @@ def test_what_ranks_exchange():
     assert [rank["forward"] for rank in found] == [0.0, 1.0, 12.0]
     assert [rank["backward"] for rank in found] == [32.0, 3.0, 0.0]
     assert [rank["sum"] for rank in found] == [6.0] * 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("count", [0, 1, 5, PART])
+def test_what_the_neighbour_sends_and_gets_back_has_the_bits_of_whole_rows(count):
+    for found in ranks():
+        for near, whole in found["near"][count]:
+            assert torch.equal(near, whole)
+
+
+@pytest.mark.distributed
+def test_a_window_that_reaches_the_neighbour_only_trains_bit_for_bit_as_one_over_whole_rows(name):
+    for found in ranks():
+        near, whole = found[name], found[f"{name} gathered"]
+        assert torch.equal(near.loss, whole.loss)
+        for key, gradient in near.gradients.items():
+            assert torch.equal(gradient, whole.gradients[key]), key

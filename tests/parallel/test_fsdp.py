@@ -18,6 +18,7 @@ from nvfp4_train.parallel.fsdp import (
     _reshard_experts,
     apply_fsdp,
     fsdp_modules,
+    parameters_in_compute_dtype,
     prepare_backward,
     reshard,
 )
@@ -137,6 +138,17 @@ def test_linears_see_bf16_and_everything_else_fp32(on_two_ranks):
         assert found.keys() == dict(model.named_parameters()).keys()
         assert {name for name, dtype in found.items() if dtype is torch.bfloat16} == linears
         assert {dtype for name, dtype in found.items() if name not in linears} == {torch.float32}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_what_another_engine_sends_in_bf16_is_what_fsdp_does(on_two_ranks, tie_embeddings):
+    with torch.device("meta"):
+        model = HybridLM(tiny_model(tie_embeddings=tie_embeddings))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for seen in on_two_ranks:
+        in_bf16 = {name for name, dtype in seen[tie_embeddings, True].weights.items() if dtype is torch.bfloat16}
+        assert in_bf16 == {names[parameter] for parameter in parameters_in_compute_dtype(model)}
 
 
 @pytest.mark.distributed

@@ -19,6 +19,7 @@ from nvfp4_train.engine.base import Engine, Forward
 from nvfp4_train.model.block import Block
 from nvfp4_train.model.hybrid import build_model
 from nvfp4_train.model.router import Router
+from nvfp4_train.parallel.imbalance import expert_imbalance
 from nvfp4_train.parallel.mesh import build_mesh
 from nvfp4_train.parallel.pipeline import check_microbatches, take_parts
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
@@ -124,15 +125,23 @@ def first_step(runtime: Runtime, recipe: RecipeConfig, model: ModelConfig, **lay
 
 
 def with_shared_embedding(runtime: Runtime, **layout: Any) -> dict[str, Any]:
-    """Train a model whose ends share the embedding, and return this rank's copy of it."""
+    """Train a model whose ends share the embedding, and return this rank's copy of it and what it would log."""
     found: dict[str, Any] = {}
-    for name, model in (("tied", hybrid("M*-E", tie_embeddings=True)), ("depths", hybrid("M*-E/*E"))):
+    for name, model in (("tied", hybrid("M*-E", tie_embeddings=True)), ("depths", hybrid("ME|*E/*E"))):
         engine = build_tiny_engine(runtime, FP32, model=model, parallel=parallel_layout(**layout))
         losses = train(engine, range(3))
         embedding = dict(engine.model.named_parameters()).get("embedding.weight")
         copy = None if embedding is None else embedding.full_tensor().detach().clone()
-        found[name] = {"losses": losses, "embedding": copy, "extra": set(engine.extra_losses)}
+        extra = {key: value.item() for key, value in engine.extra_losses.items()}
+        violations = expert_imbalance(engine.model, mesh=engine.mesh)
+        imbalance = {key: value.item() for key, value in violations.items()}
+        found[name] = {"losses": losses, "embedding": copy, "extra": extra, "imbalance": imbalance}
     return found
+
+
+@cache
+def single_ends(runtime: Runtime) -> dict[str, Any]:
+    return with_shared_embedding(runtime)
 
 
 def recomputed(runtime: Runtime, **layout: Any) -> dict[str, list[tuple[float, float]]]:
@@ -279,11 +288,25 @@ def test_steps_evaluations_and_balance_follow_one_process(single, schedule):
 
 
 @pytest.mark.distributed
-def test_the_rank_with_the_last_stage_knows_the_extra_losses(single):
-    last = [rank["1f1b"]["extra"] for rank in ranks()]
-    assert last[0] == {}
-    assert last[1] == pytest.approx(single["extra"], rel=1e-6)
-    assert together("zbv", "extra").keys() == {"router"}
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_ranks_know_the_extra_losses(single, schedule):
+    assert single["extra"].keys() == {"router"}
+    for rank in ranks():
+        assert rank[schedule]["extra"] == pytest.approx(single["extra"], rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_all_ranks_know_what_experts_of_every_stage_and_of_multi_token_prediction_do(runtime):
+    alone = single_ends(runtime)["depths"]
+    assert list(alone["extra"]) == ["mtp_1", "router"]
+    blocks = ("blocks.1", "blocks.3", "mtp.0.blocks.1")
+    assert list(alone["imbalance"]) == [f"{block}.mixer.router" for block in blocks]
+    for rank in ranks():
+        found = rank["ends"]["depths"]
+        assert found["extra"] == pytest.approx(alone["extra"], rel=1e-5)
+        assert list(found["extra"]) == list(alone["extra"])
+        assert found["imbalance"] == alone["imbalance"]
+        assert list(found["imbalance"]) == list(alone["imbalance"])
 
 
 @pytest.mark.distributed
@@ -302,10 +325,9 @@ def test_both_ends_keep_equal_copies_of_the_embedding(runtime, model):
     first, last = (rank["ends"][model] for rank in ranks())
     assert torch.equal(first["embedding"], last["embedding"])
     assert first["losses"] == last["losses"]
-    alone = with_shared_embedding(runtime)[model]
+    alone = single_ends(runtime)[model]
     for found, expected in zip(first["losses"], alone["losses"], strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
-    assert last["extra"] == alone["extra"]
 
 
 @pytest.mark.distributed

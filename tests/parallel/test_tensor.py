@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_train.config.model import ModelConfig, Position
+from nvfp4_train.config.model import ModelConfig, NormGroup, Position
 from nvfp4_train.config.moe import Activation
 from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ReduceDtype
 from nvfp4_train.config.recipe import ComputeDtype, RecipeConfig
@@ -20,7 +20,7 @@ from nvfp4_train.engine.base import Forward
 from nvfp4_train.numerics.spec import Block, Format, GlobalScale, OperandSpec, Rounding
 from nvfp4_train.parallel.compile import compile_blocks
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
-from tests.support.engines import build_tiny_engine, step_batches, train, whole_parameters
+from tests.support.engines import add_gradients, build_tiny_engine, step_batches, train, whole_parameters
 from tests.support.operands import OperandName, RoundedOperand, is_equal, recorded_operands
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe, nvfp4_table
@@ -108,6 +108,13 @@ def losses_with_padding(runtime: Runtime, layout: Any, model: ModelConfig) -> li
     return found
 
 
+def gradients_of(runtime: Runtime, layout: Any, model: ModelConfig) -> dict[str, Tensor]:
+    """Gradients of the first step, and its loss."""
+    engine = build_tiny_engine(runtime, FP32, model=model, parallel=layout)
+    found = {"loss": add_gradients(engine, 0)}
+    return found | {name: value.grad.full_tensor().clone() for name, value in engine.model.named_parameters()}
+
+
 def plain_and_compiled(runtime: Runtime, model: ModelConfig) -> tuple[Trained, Trained]:
     """Without code generation: what the compiler captured."""
     plain = run(runtime, nvfp4_recipe(), model, SPLIT)
@@ -120,6 +127,8 @@ def plain_and_compiled(runtime: Runtime, model: ModelConfig) -> tuple[Trained, T
 DENSE = tiny_model("M*-/*")
 TIED = tiny_model("-*", tie_embeddings=True)
 HYBRID = replace(tiny_model("M*-E"), moe=replace(tiny_model().moe, shared_d_ff=64))
+WHOLE_NORM = tiny_model("MM-")
+WHOLE_NORM = replace(WHOLE_NORM, mamba=replace(WHOLE_NORM.mamba, norm_group=NormGroup.whole))
 LATENT = replace(
     tiny_model("EM"), moe=replace(HYBRID.moe, d_latent=32, auxiliary_loss_weight=0.01, z_loss_weight=0.001)
 )
@@ -143,6 +152,8 @@ def run_cases(runtime: Runtime) -> dict[str, Any]:
         "checkpointed": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, activation_checkpoint=block)),
         "products_kept": run(runtime, nvfp4_recipe(), HYBRID, parallel_layout(tp=2, activation_checkpoint=selective)),
         "compiled": plain_and_compiled(runtime, tiny_model("M-")),
+        "whole_norm": gradients_of(runtime, SPLIT, WHOLE_NORM),
+        "whole_norm_recomputed": gradients_of(runtime, parallel_layout(tp=2, activation_checkpoint=block), WHOLE_NORM),
         "logits": logits_of(runtime, SPLIT, HYBRID),
         "padding": losses_with_padding(runtime, SPLIT, HYBRID),
     }
@@ -172,6 +183,18 @@ def test_every_option_of_the_model_trains_as_in_one_process(runtime, ranks, case
         }
         # One step of Adam moves a value by 3e-3; rounding may turn a tiny gradient around.
         assert max(differences.values()) < 2 * 3e-3
+
+
+@pytest.mark.distributed
+def test_a_norm_over_the_whole_width_sums_squares_and_gradients_of_all_ranks(runtime, ranks):
+    one = gradients_of(runtime, parallel_layout(), WHOLE_NORM)
+    in_groups = gradients_of(runtime, parallel_layout(), tiny_model("MM-"))
+    assert one["loss"] != pytest.approx(in_groups["loss"], rel=1e-4)  # it matters which channels share a mean square
+    for found in ranks:
+        assert found["whole_norm"].keys() == one.keys()
+        for name, value in found["whole_norm"].items():
+            torch.testing.assert_close(value, one[name], rtol=1e-5, atol=1e-6, msg=name)
+            assert torch.equal(value, found["whole_norm_recomputed"][name]), name
 
 
 @pytest.mark.distributed

@@ -8,6 +8,7 @@ from torch import Tensor
 from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.config.engine import EngineConfig
 from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.parallel import ParallelConfig
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.data.batch import Batch
@@ -28,6 +29,7 @@ def build_tiny_engine(
     model: ModelConfig | None = None,
     parallel: ParallelConfig | None = None,
     engine: EngineConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
     seed: int = 0,
 ) -> Engine:
     parallel = parallel or parallel_layout()
@@ -38,30 +40,31 @@ def build_tiny_engine(
         mesh=mesh,
         parallel_cfg=parallel,
         engine_cfg=engine or torch_engine(),
-        optimizer_cfg=tiny_optimizer(),
+        optimizer_cfg=optimizer or tiny_optimizer(),
         sequence_length=SEQUENCE_LENGTH,
     )
 
 
-def step_batches(engine: Engine, step: int, *, num_microbatches: int = 4) -> list[Batch]:
+def step_batches(engine: Engine, step: int, *, num_microbatches: int = 4, micro_batch_size: int = 1) -> list[Batch]:
     """This rank's microbatches of a step."""
-    batches = tiny_batches(step=step, num_microbatches=num_microbatches)
+    batches = tiny_batches(step=step, num_microbatches=num_microbatches, micro_batch_size=micro_batch_size)
     return batches[engine.mesh.dp_rank :: engine.mesh.dp_degree]
 
 
-def add_gradients(engine: Engine, step: int, *, num_microbatches: int = 4) -> Tensor:
-    batches = step_batches(engine, step, num_microbatches=num_microbatches)
+def add_gradients(engine: Engine, step: int, **shape: int) -> Tensor:
+    """Take one forward and backward; `shape` is what `step_batches` takes."""
+    batches = step_batches(engine, step, **shape)
     labels = torch.stack([batch.num_labels() for batch in batches]).sum().float()
     return engine.forward_backward(batches, engine.mesh.sum_over_data(labels))
 
 
 def train(
-    engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE, num_microbatches: int = 4
+    engine: Engine, steps: Iterable[int], *, lr: float = LEARNING_RATE, **shape: int
 ) -> list[tuple[float, float]]:
     """Take steps and return loss and gradient norm of each, exactly."""
     found = []
     for step in steps:
-        loss = add_gradients(engine, step, num_microbatches=num_microbatches)
+        loss = add_gradients(engine, step, **shape)
         norm = engine.optimizer_step(lr=lr, weight_decay=0.1)
         found.append((loss.item(), norm.item()))
     return found

@@ -36,6 +36,12 @@ class FakeMesh:
 
     sum_over_ranks = sum_over_data
 
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def degree(self, axis: str) -> int:
+        return 1
+
 
 class FakeEngine:
     """Losses count down from 10; ``calls`` lists what happened."""

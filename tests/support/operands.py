@@ -34,10 +34,13 @@ class RoundedOperand:
     columns: Tensor
 
 
+Operands = dict[OperandName, RoundedOperand]
+
+
 @contextmanager
-def recorded_operands(*, tokens_per_microbatch: int) -> Iterator[dict[OperandName, RoundedOperand]]:
+def recorded_operands(*, tokens_per_microbatch: int) -> Iterator[Operands]:
     """Collect every operand that is quantized in this context."""
-    found: dict[OperandName, RoundedOperand] = {}
+    found: Operands = {}
     originals = OperandRounder.round, OperandRounder.store, OperandRounder.store_both
 
     def note(rounder: OperandRounder, name: str, operand: Any) -> None:
@@ -107,6 +110,11 @@ def share_of_equal_values(part: RoundedOperand, whole: RoundedOperand) -> float:
         return 0.0
     values = whole.values[part.rows][:, part.columns]
     return float((part.values == values).double().mean())
+
+
+def has_similar_amax(part: RoundedOperand, whole: RoundedOperand) -> bool:
+    """Say whether both have the same amax up to the rounding of FP32 sums."""
+    return torch.allclose(part.amax, _rows_of(whole.amax, part.rows), rtol=1e-5, atol=0.0)
 
 
 def _rows_of(amax: Tensor, rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from nvfp4_train.config.optimizer import (
     UpdateScale,
     WeightDecayShape,
 )
-from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype, StageBalance
 from nvfp4_train.config.pipeline import PipelineSchedule
 from nvfp4_train.data.batch import IGNORE_INDEX, Batch
 from tests.support.models import TINY_ATTENTION, TINY_MLP, TINY_MOE, TINY_MTP
@@ -60,6 +60,13 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
     )
 
 
+def parity_model() -> ModelConfig:
+    """The hybrid with which layouts and engines are compared: every block, and a depth of prediction with experts."""
+    cfg = tiny_model("M*-E/*E")
+    # Every width is whole blocks of 16 on each of two ranks.
+    return replace(cfg, moe=replace(cfg.moe, shared_d_ff=64))
+
+
 def tiny_optimizer(**changes: Any) -> AdamWConfig:
     cfg = AdamWConfig(
         weight_decay=0.1,
@@ -94,6 +101,7 @@ def parallel_layout(
     pp: int = 1,
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
+    stage_balance: StageBalance = StageBalance.flops,
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
@@ -106,6 +114,7 @@ def parallel_layout(
         pp_degree=pp,
         pipeline_schedule=PipelineSchedule[schedule],
         stages_per_rank=stages_per_rank,
+        stage_balance=stage_balance,
         dp_replicate_degree=replicate,
         dp_shard_degree=shard,
         cp_degree=cp,

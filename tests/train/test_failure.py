@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ from nvfp4_train.checkpoint.error import CheckpointError
 from nvfp4_train.checkpoint.folder import read_info
 from nvfp4_train.config.problem import ConfigError, Problem
 from nvfp4_train.train.anomaly import NonFiniteError
-from nvfp4_train.train.failure import EXIT_CONFIG, EXIT_RUN, report_failure
+from nvfp4_train.train.failure import EXIT_CONFIG, EXIT_RUN, WAIT_FOR_MAIN_SECONDS, report_failure
 
 
 def raised(action: Callable[[], object]) -> Exception:
@@ -25,6 +26,15 @@ def test_every_problem_of_a_configuration_is_told_with_exit_code_2(capsys: pytes
     told = capsys.readouterr().err
     assert "model.a" in told
     assert "model.b" in told
+
+
+def test_other_ranks_leave_a_wrong_configuration_to_rank_0_and_wait_for_it(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    problem = Problem(key="parallel.tp_degree", value=3, rule="must divide", fix="lower it")
+    assert report_failure(ConfigError([problem]), rank=1) == EXIT_CONFIG
+    assert capsys.readouterr().err == ""
+    assert waited == [WAIT_FOR_MAIN_SECONDS]
 
 
 def test_our_value_error_is_the_users_to_mend(tmp_path, capsys: pytest.CaptureFixture[str]):

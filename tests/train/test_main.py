@@ -43,8 +43,11 @@ def test_a_rule_that_only_the_model_shows_is_a_configuration_error(dirs: RunDirs
 
 
 def test_ranks_that_are_not_there_are_told(dirs: RunDirs, capsys: pytest.CaptureFixture[str]):
-    assert dirs.train("run", "parallel.dp_shard_degree=2") == 1
-    assert "but there are 1 ranks" in capsys.readouterr().err
+    assert dirs.train("run", "parallel.dp_shard_degree=2") == 2
+    told = capsys.readouterr().err
+    assert "dp_shard_degree 2 = 2" in told
+    assert "there are 1" in told
+    assert "start 2 ranks" in told
 
 
 def test_missing_text_is_told(dirs: RunDirs, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

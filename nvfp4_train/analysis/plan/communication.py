@@ -135,7 +135,10 @@ def _context_traffic(kinds: list[LayerKind], model: ModelConfig, layout: Layout)
     cp, tp = layout.cp, layout.tp
     forwards = 2 if layout.checkpoint is ActivationCheckpoint.block else 1
     per_token = 2 * attention.num_kv_heads * attention.d_head / tp * ACTIVATION_BYTES
-    keys = per_token * layout.tokens * (cp - 1) * (forwards + 1)
+    part = layout.sequence_length // cp
+    # A window that ends in the part before needs no more than it holds.
+    others = attention.window_tokens - 1 if 0 < attention.window_tokens <= part + 1 and cp > 1 else part * (cp - 1)
+    keys = per_token * layout.micro_batch_size * others * (forwards + 1)
     states = mamba.d_inner / tp * mamba.d_state * 4 * layout.micro_batch_size * (cp - 1) / cp * (forwards + 1)
     count = layout.num_microbatches
     return [

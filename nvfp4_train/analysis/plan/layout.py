@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
-from nvfp4_train.config.model import ModelConfig, NormGroup
+from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.pipeline import PipelineSchedule
@@ -182,9 +182,6 @@ def model_problems(layout: Layout, model: ModelConfig) -> list[Problem]:
         problems += _divides("model.attention.num_kv_heads", model.attention.num_kv_heads, tp, "tp")
     if LayerKind.mamba in kinds:
         problems += _divides("model.mamba.num_groups", model.mamba.num_groups, tp, "tp")
-        if tp > 1 and model.mamba.norm_group is NormGroup.whole:
-            rule, fix = "is a mean over the channels of all ranks of tp", "use group, or tp 1"
-            problems.append(Problem(key="model.mamba.norm_group", value="whole", rule=rule, fix=fix))
     if LayerKind.mlp in kinds:
         problems += _divides("model.mlp.d_ff", model.mlp.d_ff, tp, "tp")
     if LayerKind.moe in kinds:

@@ -1,15 +1,15 @@
 """Writes the metric rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor
 
-from nvfp4_train.model.router import max_violations
+from nvfp4_train.parallel.imbalance import expert_imbalance
 from nvfp4_train.precision.memory import saved_bytes
 from nvfp4_train.train.callback import Callback
 from nvfp4_train.train.evaluate import ValidationLosses
-from nvfp4_train.train.metrics import Throughput, read_scalars, read_step
+from nvfp4_train.train.metrics import Throughput, largest_over_ranks, read_scalars, read_step
 from nvfp4_train.train.sinks import Sink
 from nvfp4_train.train.state import StepResult, TrainState
 from nvfp4_train.train.utilization import Utilization
@@ -52,6 +52,7 @@ class MetricsLogging(Callback):
             return
         values = read_step(result)
         extra = {f"train/{name}_loss": loss for name, loss in trainer.engine.extra_losses.items()}
+        engine = trainer.engine
         tokens_per_second = self._throughput.lap(state)
         row = {
             "train/loss": values.loss,
@@ -60,9 +61,9 @@ class MetricsLogging(Callback):
             "lr": result.lr,
             "tokens_per_second": tokens_per_second,
             **self._utilization.metrics(tokens_per_second),
-            **_read_imbalance(trainer.engine.model),
+            **_read_imbalance(expert_imbalance(engine.model, mesh=engine.mesh)),
             **trainer.data.metrics(state.sequences),
-            "precision/memory": saved_bytes(trainer.engine.model),
+            "precision/memory": largest_over_ranks(saved_bytes(engine.model), mesh=engine.mesh),
         }
         self._write(state, row)
 
@@ -75,9 +76,9 @@ class MetricsLogging(Callback):
             sink.write(full)
 
 
-def _read_imbalance(model: nn.Module) -> dict[str, float]:
+def _read_imbalance(violations: Mapping[str, Tensor]) -> dict[str, float]:
     """Return how far the busiest expert of each layer was above the mean load, and the largest over the layers."""
-    found = read_scalars(max_violations(model))
+    found = read_scalars(violations)
     if not found:
         return {}
     by_layer = {f"moe/{name.removesuffix('.mixer.router')}/max_violation": value for name, value in found.items()}

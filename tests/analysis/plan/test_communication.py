@@ -73,6 +73,14 @@ def test_context_parallel_ranks_exchange_keys_and_states():
     assert found["cp", "keys"].bytes == 16 * 256 * (2 * 2 * 32 * 2) * 2
 
 
+@pytest.mark.parametrize(("window", "others"), [(100, 99), (129, 128), (130, 3 * 128)])
+def test_a_window_that_ends_in_the_part_before_needs_the_neighbour_only(window: int, others: int):
+    overrides = ("model=demo", "model.pattern=*", "recipe=bf16", f"model.attention.window_tokens={window}")
+    found = traffic(replace(LAYOUT, cp=4), *overrides)
+    assert found["cp", "keys"].bytes == 16 * others * (2 * 2 * 32 * 2) * 2
+    assert ("cp", "keys") not in traffic(LAYOUT, *overrides)
+
+
 def test_neighbouring_ranks_share_a_domain():
     hardware = load_hardware("H100")
     layout = replace(LAYOUT, tp=4, cp=2, dp_shard=4, ep=2)
