@@ -15,7 +15,7 @@ from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.config.run import Device
 from nvfp4_train.engine.base import Engine
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
-from tests.support.engines import build_tiny_engine, train
+from tests.support.engines import NVFP4_MICRO_BATCH_SIZE, build_tiny_engine, train, train_nvfp4
 from tests.support.operands import (
     OperandName,
     Operands,
@@ -26,18 +26,12 @@ from tests.support.operands import (
 )
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
-from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, tiny_model
+from tests.support.tiny import SEQUENCE_LENGTH, parallel_layout, parity_model, tiny_model
 
 NUM_STEPS = 10
-# NVFP4 rounds every token on its own: with few of them in a step its noise is as large as what is looked for.
-NVFP4_MICRO_BATCH_SIZE = 8
-# Adam turns the rounding of a gradient near zero into a step of this size, one way or the other.
-NVFP4_LEARNING_RATE = 3e-4
 # Of values whose input differs by FP32 rounding: it may lie on the boundary between two codes.
 SHARE_ON_BOUNDARIES = 1e-4
-MODEL = tiny_model("M*-E/*-")
-# Every width is whole blocks of 16 on each of two ranks.
-MODEL = replace(MODEL, moe=replace(MODEL.moe, num_experts=4, shared_d_ff=64))
+MODEL = parity_model()
 FIRST_EXPERTS = 3  # the block
 # An expert's tensor scale depends on which tokens it sees together, and all that follows depends on it.
 MODEL_WITHOUT_EXPERTS = tiny_model("M*-M/*-")
@@ -132,10 +126,6 @@ def run_layout(runtime: Runtime, layout: Layout) -> Run:
         precise=first_step(build(precise, model=MODEL))[1] if layout.reorders_sums else {},
         without_experts=first_step(build(precise, model=MODEL_WITHOUT_EXPERTS))[1] if layout.moves_tokens else {},
     )
-
-
-def train_nvfp4(engine: Engine, steps: range) -> list[tuple[float, float]]:
-    return train(engine, steps, lr=NVFP4_LEARNING_RATE, micro_batch_size=NVFP4_MICRO_BATCH_SIZE)
 
 
 def first_step(engine: Engine) -> tuple[list[tuple[float, float]], Operands]:

@@ -16,16 +16,15 @@ from nvfp4_train.checkpoint.state import collect_state
 from nvfp4_train.config.recipe import ComputeDtype, RecipeConfig
 from nvfp4_train.engine.base import Engine
 from nvfp4_train.parallel.runtime import Runtime
-from tests.e2e.test_layout_parity import MODEL as PARITY_MODEL
 from tests.support.configs import composed
 from tests.support.engines import build_tiny_engine, train
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
-from tests.support.tiny import parallel_layout
+from tests.support.tiny import parallel_layout, parity_model
 
 SAVED_STEP = 1
 # With the buffers of a router that corrects its choices.
-MODEL = replace(PARITY_MODEL, moe=replace(PARITY_MODEL.moe, bias_update_rate=0.01))
+MODEL = replace(parity_model(), moe=replace(parity_model().moe, bias_update_rate=0.01))
 
 # Ranks, and what differs from a single process.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

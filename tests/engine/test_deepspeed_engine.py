@@ -27,7 +27,7 @@ from nvfp4_train.parallel.fsdp import parameters_in_compute_dtype
 from nvfp4_train.parallel.runtime import Runtime, start_runtime, stop_runtime
 from nvfp4_train.train.metrics import find_non_finite_parameter
 from tests.support.deepspeed import RecordedGathers, needs_deepspeed, saved_state, whole_state
-from tests.support.engines import build_tiny_engine, train
+from tests.support.engines import build_tiny_engine, train, train_nvfp4
 from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe, nvfp4_recipe
 from tests.support.rounding import recorded_rounding
@@ -44,18 +44,15 @@ from tests.support.tiny import (
 pytestmark = [needs_deepspeed, pytest.mark.distributed]
 
 STAGES = (1, 2, 3)
-NUM_STEPS = 10  # in FP32
-NVFP4_STEPS = 5
-# As in the table of layouts: Adam turns the rounding of a gradient near zero into a step of this size.
-NVFP4_LEARNING_RATE = 3e-4
+NUM_STEPS = 10
 SAVED_STEP = 2
+CONTINUED = range(SAVED_STEP, SAVED_STEP + 3)
 # With such an eps the size of a gradient matters to Adam, and with that its clipping.
 UNCLIPPED = tiny_optimizer(clip_grad_norm=0.0, eps=0.01)
 CHECKPOINTED = ((1, "block"), (1, "selective"), (3, "block"), (3, "selective"))
 FP32 = cast_recipe(ComputeDtype.fp32)
-HALVING = replace(
-    cast_recipe(ComputeDtype.bf16), after_optimizer="tests.support.outside:halve", after_optimizer_args={"after": 1}
-)
+BF16 = cast_recipe(ComputeDtype.bf16)
+HALVING = replace(BF16, after_optimizer="tests.support.outside:halve", after_optimizer_args={"after": 1})
 
 
 def hybrid() -> ModelConfig:
@@ -89,10 +86,6 @@ def build(runtime: Runtime, recipe: RecipeConfig, cfg: DeepSpeedEngineConfig, **
     engine = build_tiny_engine(runtime, recipe, engine=cfg, **options)
     assert isinstance(engine, DeepSpeedEngine)
     return engine
-
-
-def train_nvfp4(engine: Engine, steps: range) -> list[tuple[float, float]]:
-    return train(engine, steps, lr=NVFP4_LEARNING_RATE)
 
 
 def first_steps(engine: Engine) -> dict[str, Any]:
@@ -178,17 +171,17 @@ def run_stage(runtime: Runtime, stage: int, folder: Path) -> dict[str, Any]:
     own = tiny_batches(step=99)[runtime.rank]
     found["gathered"] = gathered_in_evaluation(nvfp4, own)
     found["evaluated"] = evaluated(nvfp4, [own])
-    found["nvfp4"] += train_nvfp4(nvfp4, range(SAVED_STEP, NVFP4_STEPS))
-    found["failed_save"] = failed_save(nvfp4, runtime, folder / f"failed_{stage}/step_00000005")
+    found["nvfp4"] += train_nvfp4(nvfp4, range(SAVED_STEP, NUM_STEPS))
+    found["failed_save"] = failed_save(nvfp4, runtime, folder / f"failed_{stage}/step_00000010")
     found["finite"] = find_non_finite_parameter(nvfp4.model)
-    found["poisoned"] = poison(nvfp4, runtime, folder / f"poisoned_{stage}/step_00000005")
+    found["poisoned"] = poison(nvfp4, runtime, folder / f"poisoned_{stage}/step_00000010")
     nvfp4.close()
     again = build(runtime, nvfp4_recipe(), cfg)
     found["again"] = train_nvfp4(again, range(SAVED_STEP))
     train(again, range(60, 61))  # whatever it did before is forgotten
     found["metadata"] = again.load(path)
     found["loaded"] = whole_state(again, folder / f"again_{stage}/step_00000002")
-    found["continued"] = train_nvfp4(again, range(SAVED_STEP, NVFP4_STEPS))
+    found["continued"] = train_nvfp4(again, CONTINUED)
     again.close()
     return found
 
@@ -215,13 +208,16 @@ def run_four_ranks(runtime: Runtime) -> dict[str, Any]:
     fp32 = trained(runtime, FP32, cfg, NUM_STEPS)
     nvfp4 = build(runtime, nvfp4_recipe(), cfg)
     found = first_steps(nvfp4)
-    found["nvfp4"] += train_nvfp4(nvfp4, range(SAVED_STEP, NVFP4_STEPS))
+    found["nvfp4"] += train_nvfp4(nvfp4, range(SAVED_STEP, NUM_STEPS))
     nvfp4.close()
     return {"fp32": fp32} | found
 
 
 def run_variants(runtime: Runtime) -> dict[str, Any]:
     found = {name: trained(runtime, FP32, cfg, 3) for name, cfg in OPTIONS.items()}
+    for name in ("offload_3", "buckets_3"):
+        found[f"bf16_{name}"] = trained(runtime, BF16, OPTIONS[name], 3)
+    found["bf16"] = trained(runtime, BF16, deepspeed_engine(3), 3)
     for stage in STAGES:
         found[f"unclipped_{stage}"] = trained(runtime, FP32, deepspeed_engine(stage), 3, optimizer=UNCLIPPED)
     for stage, mode in CHECKPOINTED:
@@ -253,7 +249,7 @@ def one(runtime, folder) -> dict[str, Any]:
     found |= first_steps(nvfp4)
     nvfp4.save(folder / "torch/step_00000002", {"tokens": 384})
     found["evaluated"] = evaluated(nvfp4, tiny_batches(step=99)[:2])
-    found["nvfp4"] += train_nvfp4(nvfp4, range(SAVED_STEP, NVFP4_STEPS))
+    found["nvfp4"] += train_nvfp4(nvfp4, range(SAVED_STEP, NUM_STEPS))
     return found
 
 
@@ -367,6 +363,13 @@ def test_options_change_where_things_are_and_not_what_they_are(one, variants, na
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["offload_3", "buckets_3"])
+def test_options_do_not_change_what_is_gathered_in_bf16(variants, name):
+    for found in variants:
+        assert_close(found[f"bf16_{name}"], found["bf16"], rel=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_largest_norm_of_zero_clips_nothing(runtime, variants, stage):
     clipped, unclipped = (
@@ -401,7 +404,7 @@ def test_a_run_continued_from_a_checkpoint_is_bitwise_the_unbroken_one(two, stag
         saved, loaded = found[stage]["saved"], found[stage]["loaded"]
         assert loaded.keys() == saved.keys()
         assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
-        assert found[stage]["continued"] == found[stage]["nvfp4"][SAVED_STEP:]
+        assert found[stage]["continued"] == found[stage]["nvfp4"][CONTINUED.start : CONTINUED.stop]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -410,7 +413,7 @@ def test_a_non_finite_gradient_of_one_rank_is_skipped_by_all(two, stage):
         poisoned = found[stage]["poisoned"]
         assert not math.isfinite(poisoned["norm"])
         assert poisoned["unchanged"]
-        assert poisoned["step"] == NVFP4_STEPS + 1
+        assert poisoned["step"] == NUM_STEPS + 1
         assert all(math.isfinite(value) for value in poisoned["next"][0])
         assert found[stage]["finite"] is None
 

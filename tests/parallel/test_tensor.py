@@ -189,7 +189,9 @@ def test_every_option_of_the_model_trains_as_in_one_process(runtime, ranks, case
 def test_a_norm_over_the_whole_width_sums_squares_and_gradients_of_all_ranks(runtime, ranks):
     one = gradients_of(runtime, parallel_layout(), WHOLE_NORM)
     in_groups = gradients_of(runtime, parallel_layout(), tiny_model("MM-"))
-    assert one["loss"].item() != pytest.approx(in_groups["loss"].item(), rel=1e-4)  # it matters which channels share a mean square
+    assert one["loss"].item() != pytest.approx(
+        in_groups["loss"].item(), rel=1e-4
+    )  # it matters which channels share a mean square
     for found in ranks:
         assert found["whole_norm"].keys() == one.keys()
         for name, value in found["whole_norm"].items():

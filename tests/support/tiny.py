@@ -61,10 +61,10 @@ def tiny_model(pattern: str = "M*-", *, tie_embeddings: bool = False) -> ModelCo
 
 
 def parity_model() -> ModelConfig:
-    """The hybrid with which layouts and engines are compared: every block, and a depth of prediction with experts."""
-    cfg = tiny_model("M*-E/*E")
+    """The hybrid with which layouts and engines are compared: every block, and a depth of prediction."""
+    cfg = tiny_model("M*-E/*-")
     # Every width is whole blocks of 16 on each of two ranks.
-    return replace(cfg, moe=replace(cfg.moe, shared_d_ff=64))
+    return replace(cfg, moe=replace(cfg.moe, num_experts=4, shared_d_ff=64))
 
 
 def tiny_optimizer(**changes: Any) -> AdamWConfig:
