@@ -57,7 +57,7 @@ spelling: $(READY)
 configs: $(READY)
 	@$(RUN) -m nvfp4_train.config.check
 
-bench: $(READY) ## run every benchmark; results go to benchmarks/results/*.json
+bench: $(READY) ## run every benchmark, results in benchmarks/results/*.json; ARGS=--quick: whether they run, 2 minutes
 	@mkdir -p benchmarks/results
 	@for script in $(filter-out benchmarks/race.py, $(wildcard benchmarks/*.py)); do \
 	    echo "$$script"; \

@@ -62,7 +62,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--size", type=int, default=2048, help="rows and columns of the matrix")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, one round: whether it runs, not how fast")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.size, arguments.repeats = 64, 1
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(arguments.size, arguments.size, generator=rng).to(torch.bfloat16)
     results = {case: measure(case, x, repeats=arguments.repeats) for case in CASES}

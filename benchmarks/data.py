@@ -127,30 +127,30 @@ def reading(folder: Path, peer: Any) -> dict[str, Callable[[], object]]:
     return variants
 
 
-def write_many_documents(prefix: Path) -> None:
-    """Write the index of 5 M documents, and a .bin of the right size without content."""
-    lengths = np.random.default_rng(0).integers(1, LONGEST, size=MANY_DOCUMENTS).astype("<i4")
+def write_many_documents(prefix: Path, number: int) -> None:
+    """Write the index of so many documents, and a .bin of the right size without content."""
+    lengths = np.random.default_rng(0).integers(1, LONGEST, size=number).astype("<i4")
     ends = np.cumsum(lengths, dtype=np.int64) * _UINT16.itemsize
     with prefix.with_name(prefix.name + ".idx").open("wb") as index:
-        index.write(HEADER.pack(MAGIC, VERSION, 8, MANY_DOCUMENTS, MANY_DOCUMENTS + 1))
-        for array in (lengths, ends - lengths * _UINT16.itemsize, np.arange(MANY_DOCUMENTS + 1, dtype="<i8")):
+        index.write(HEADER.pack(MAGIC, VERSION, 8, number, number + 1))
+        for array in (lengths, ends - lengths * _UINT16.itemsize, np.arange(number + 1, dtype="<i8")):
             index.write(array.data)
     with prefix.with_name(prefix.name + ".bin").open("wb") as data:
         data.truncate(int(ends[-1]))
 
 
-def opening(prefix: Path) -> dict[str, Callable[[], object]]:
+def opening(prefix: Path, number: int) -> dict[str, Callable[[], object]]:
     """Open, checking everything, and find a document in the middle; and read the index, which cannot be avoided."""
     index = prefix.with_name(prefix.name + ".idx")
     return {
         "index bytes only": index.read_bytes,
-        "open": lambda: IndexedTokens(prefix).document_starts_between(2_345_678, 2_345_680),
+        "open": lambda: IndexedTokens(prefix).document_starts_between(number // 2, number // 2 + 2),
         "open, with all starts in memory": lambda: IndexedTokens(prefix).document_starts(),
     }
 
 
-def writer_memory(folder: Path) -> float:
-    """Return the growth in MiB of what the writer holds while it writes 2 M documents (Python's allocations)."""
+def writer_memory(folder: Path, number: int) -> float:
+    """Return the growth in MiB of what the writer holds while it writes so many documents (Python's allocations)."""
     import tracemalloc
 
     document = np.arange(4, dtype=np.uint16)
@@ -158,7 +158,7 @@ def writer_memory(folder: Path) -> float:
         for _ in range(100_000):
             writer.add_document(document)
         tracemalloc.start()
-        for _ in range(2_000_000):
+        for _ in range(number):
             writer.add_document(document)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -171,7 +171,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--tokens", type=int, default=40_000_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, one round: whether it runs, not how fast")
     arguments = parser.parse_args()
+    num_documents = MANY_DOCUMENTS
+    if arguments.quick:
+        arguments.tokens, arguments.rounds, num_documents = 400_000, 1, 50_000
     peer = peer_module()
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -184,14 +188,15 @@ def main() -> None:
         for row, seconds in (written | read).items():
             results[row] = {clock: num_tokens / 1e6 / spent for clock, spent in seconds.items()}
             print(f"{row:<50}{results[row]['wall']:>10.0f} M/s{results[row]['cpu']:>10.0f} M/s")
-        write_many_documents(folder / "many")
-        for row, seconds in best_seconds(opening(folder / "many"), rounds=arguments.rounds).items():
+        write_many_documents(folder / "many", num_documents)
+        for row, seconds in best_seconds(opening(folder / "many", num_documents), rounds=arguments.rounds).items():
             results[row] = seconds
             wall, cpu = seconds["wall"] * 1e3, seconds["cpu"] * 1e3
-            print(f"{f'{row}, {MANY_DOCUMENTS:,} documents':<50}{wall:>10.1f} ms{cpu:>10.1f} ms")
-        growth = writer_memory(folder)
+            print(f"{f'{row}, {num_documents:,} documents':<50}{wall:>10.1f} ms{cpu:>10.1f} ms")
+        num_written = 2 * num_documents // 5
+        growth = writer_memory(folder, num_written)
         results["writer memory"] = {"mib": growth}
-        print(f"{'memory of the writer over 2 M documents':<50}{growth:>10.2f} MiB")
+        print(f"{f'memory of the writer over {num_written:,} documents':<50}{growth:>10.2f} MiB")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Forward and backward of a QuantizedLinear next to a BF16 `nn.Linear`, in time and in memory kept for backward.
 
-    python benchmarks/linear.py [--json FILE] [--rounds 11] [--threads 2] [--tokens 2048] [--width 2048]
+    python benchmarks/linear.py [--json FILE] [--quick] [--rounds 11] [--threads 2] [--tokens 2048] [--width 2048]
 
 The weight is quantized anew in every call, as in the first microbatch of a step.
 """
@@ -55,7 +55,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, one round: whether it runs, not how fast")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.tokens, arguments.width = 1, 128, 128
     clock = choose_clock(arguments.threads, cpu_time=arguments.cpu_time)
     tokens, width = arguments.tokens, arguments.width
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
 """Forward and backward of whole models next to transformers: speed, peak memory, and time per token by length.
 
-    python benchmarks/model.py [--json FILE] [--rounds 5] [--threads 2] [--parts hybrid mamba memory length]
+    python benchmarks/model.py [--json FILE] [--quick] [--rounds 5] [--threads 2] [--parts hybrid mamba memory length]
 
 The hybrid has the shape below in ours and in transformers' NemotronH; the Mamba model has 8 layers of the same widths.
 Peers are as transformers makes them: their own chunk sizes, FP32 or BF16 autocast, labels given. Memory is measured in
@@ -130,12 +130,13 @@ def race_models(kind: str, names: Iterable[str], *, arguments: argparse.Namespac
 def race_lengths(arguments: argparse.Namespace) -> list[Result]:
     """Time per token of a model of Mamba layers only; the reference is the shortest sequence."""
     clock = choose_clock(arguments.threads, cpu_time=arguments.cpu_time)
-    steps = {str(size): build_step("bf16", kind="mamba", size=size) for size in LENGTHS}
-    results = race(steps, references=(str(LENGTHS[0]),), rounds=arguments.length_rounds, clock=clock)
+    lengths = LENGTHS[:2] if arguments.quick else LENGTHS
+    steps = {str(size): build_step("bf16", kind="mamba", size=size) for size in lengths}
+    results = race(steps, references=(str(lengths[0]),), rounds=arguments.length_rounds, clock=clock)
     print("\nmamba, bf16: time per token by length")
-    for size, result in zip(LENGTHS, results, strict=True):
-        per_token = result.ratios[str(LENGTHS[0])] * LENGTHS[0] / size
-        print(f"{size:6} {1e3 * result.median_ms / size:8.1f} us, {per_token:5.2f} x 1024 tokens")
+    for size, result in zip(lengths, results, strict=True):
+        per_token = result.ratios[str(lengths[0])] * lengths[0] / size
+        print(f"{size:6} {1e3 * result.median_ms / size:8.1f} us, {per_token:5.2f} x {lengths[0]} tokens")
     return results
 
 
@@ -200,7 +201,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=("hybrid", "mamba", "memory", "length"))
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--peak", nargs=2, help="kind and model: print its peak memory only")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, one round: whether it runs, not how fast")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.length_rounds, arguments.tokens = 1, 1, 128
     if arguments.peak:
         print_peak(arguments.peak[1], kind=arguments.peak[0], size=arguments.tokens)
         return

@@ -1,6 +1,6 @@
 """Speed of quantization next to a plain copy and, where it is installed, torchao.
 
-    python benchmarks/quantize.py [--json FILE] [--rounds 15] [--threads 2] [--compiled-peer]
+    python benchmarks/quantize.py [--json FILE] [--quick] [--rounds 15] [--threads 2] [--compiled-peer]
 
 There are two copies to compare with. `clone()` is what a user calls, and what quantizations are like: it reads x and
 writes a tensor that the allocator hands out, whose pages the system may have to provide first. `copy_()` writes into
@@ -109,13 +109,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compiled-peer", action="store_true", help="also torchao under torch.compile: a slow start")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, one round: whether it runs, not how fast")
     arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else arguments.rounds
     clock = choose_clock(arguments.threads, cpu_time=arguments.cpu_time)
     tables = {}
-    for rows, columns in ((4096, 4096), (1024, 2576)):
+    for rows, columns in ((256, 256),) if arguments.quick else ((4096, 4096), (1024, 2576)):
         title = f"BF16 {rows} x {columns}, {arguments.threads} threads"
         tables[title] = measure(
-            rows, columns, rounds=arguments.rounds, compiled=arguments.compiled_peer, peers=rows == 4096, clock=clock
+            rows, columns, rounds=rounds, compiled=arguments.compiled_peer, peers=rows != 1024, clock=clock
         )
         print_table(title, tables[title])
     if arguments.json:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @needs_compiler
 def test_it_measures_every_case_and_writes_what_it_prints(tmp_path: Path):
     results = tmp_path / "results.json"
-    command = [sys.executable, "benchmarks/compiled_twin.py", "--size", "64", "--repeats", "1", "--json", str(results)]
+    command = [sys.executable, "benchmarks/compiled_twin.py", "--quick", "--json", str(results)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = json.loads(results.read_text())
     assert len(rows) == 4

@@ -1,6 +1,6 @@
 """A checkpoint of any layout goes on in any other: the same weights, optimizer state and histories, the same next step.
 
-To add a layout, add a row to `LAYOUTS`; to add a pair, one to `PAIRS`.
+To add a layout, add a row to `LAYOUTS`; to add a pair, one to `PAIRS`, with the recipes that it is tried with.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.recipes import cast_recipe
 from tests.support.tiny import parallel_layout, parity_model
 
-SAVED_STEP = 2
+SAVED_STEP = 1
 # With the buffers of a router that corrects its choices.
 MODEL = replace(parity_model(), moe=replace(parity_model().moe, bias_update_rate=0.01))
 
@@ -40,23 +40,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2 x tp2": (4, {"shard": 2, "tp": 2}),
     "tp2 x pp2": (4, {"pp": 2, "tp": 2}),
 }
-PAIRS = (
-    ("single", "tp2"),
-    ("single", "pp2"),
-    ("tp2", "single"),
-    ("ep2", "single"),
-    ("dp2", "cp2"),
-    ("cp2", "pp2 interleaved"),
-    ("pp2 interleaved", "fsdp2"),
-    ("pp2", "ep2"),
-    ("hsdp", "tp2"),
-    ("fsdp2 x tp2", "dp2"),
-    ("tp2 x pp2", "ep2"),
-    ("fsdp2 x tp2", "hsdp"),
-    ("tp2", "fsdp2 x tp2"),
-    ("ep2", "fsdp2 x tp2"),
-    ("fsdp2", "tp2 x pp2"),
-)
+FP32, BOTH = ("fp32",), ("fp32", "fp8_delayed")  # no layout cuts a history: some pairs look at them
+PAIRS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("single", "tp2"): FP32,
+    ("single", "pp2"): BOTH,
+    ("tp2", "single"): BOTH,
+    ("ep2", "single"): FP32,
+    ("dp2", "cp2"): BOTH,
+    ("cp2", "pp2 interleaved"): FP32,
+    ("pp2 interleaved", "fsdp2"): FP32,
+    ("pp2", "ep2"): BOTH,
+    ("hsdp", "tp2"): FP32,
+    ("fsdp2 x tp2", "dp2"): FP32,
+    ("tp2 x pp2", "ep2"): FP32,
+    ("fsdp2 x tp2", "hsdp"): BOTH,
+    ("tp2", "fsdp2 x tp2"): FP32,
+    ("ep2", "fsdp2 x tp2"): FP32,
+    ("fsdp2", "tp2 x pp2"): BOTH,
+}
+CASES = [(*pair, recipe) for pair, recipes in PAIRS.items() for recipe in recipes]
 RECIPES: dict[str, RecipeConfig] = {
     "fp32": cast_recipe(ComputeDtype.fp32),
     "fp8_delayed": composed("experiment=tiny", "recipe=fp8_delayed").recipe,
@@ -107,7 +109,7 @@ def save_all(runtime: Runtime, names: list[str], folder: Path) -> dict[tuple[str
 def load_all(runtime: Runtime, pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str, str], State]:
     found = {}
     for source, target in pairs:
-        for recipe in RECIPES:
+        for recipe in PAIRS[source, target]:
             engine = build(runtime, target, recipe, seed=7)
             assert engine.load(path_of(folder, source, recipe)) == {"tokens": 1}
             engine._position.seed = 0  # type: ignore[attr-defined]
@@ -155,8 +157,7 @@ def all_of(ranks: list[State], kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target", "recipe"), CASES)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(folder, source, target, recipe):
     before, after = saved(folder)[source, recipe], loaded(folder)[source, target, recipe]
     for kind in ("masters", "optimizer"):

@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks of this machine."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -87,6 +88,7 @@ def _environment(index: int, *, world_size: int, port: int) -> dict[str, str]:
 def _rank_main(pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # collections pass over what was loaded before the fork, whose pages then stay shared
     try:
         result = pickle.dumps(("result", fn(*args)))
     except BaseException:  # noqa: BLE001 - whatever it is, the test has to show it

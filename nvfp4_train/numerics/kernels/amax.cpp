@@ -6,15 +6,26 @@
 
 namespace {
 
+// Largest magnitude of columns [first, last) of rows [row, last_row), as bits.
+template <typename T>
+uint32_t largest_bits(const Job& job, int64_t row, int64_t last_row, int64_t first, int64_t last) {
+    uint32_t largest = 0;
+    for (; row < last_row; ++row) {
+        const T* x = static_cast<const T*>(job.x) + row * job.stride;
+        uint32_t bits = 0;
+        for (int64_t column = first; column < last; ++column) bits = larger(bits, size_bits(x[column]));
+        largest = larger(largest, bits);
+    }
+    return largest;
+}
+
 // Of a tensor or of each of its rows.
 template <typename T>
 void amax_rows(const Job& job, float* out) {
     uint32_t largest = 0;
 #pragma omp parallel for num_threads(job.threads) schedule(static) reduction(max : largest)
     for (int64_t row = 0; row < job.rows; ++row) {
-        const T* x = static_cast<const T*>(job.x) + row * job.stride;
-        uint32_t bits = 0;
-        for (int64_t column = 0; column < job.columns; ++column) bits = larger(bits, size_bits(x[column]));
+        const uint32_t bits = largest_bits<T>(job, row, row + 1, 0, job.columns);
         if (job.outer == kRowScale) out[row] = quiet(size_value(bits, T{}));
         largest = larger(largest, bits);
     }
@@ -29,11 +40,7 @@ void amax_row_chunks(const Job& job, float* out) {
     for (int64_t band = 0; band < bands; ++band)
         for (int64_t first = 0; first < job.columns; first += kChunk) {
             const int64_t last_row = std::min(job.rows, (band + 1) * height), last = std::min(job.columns, first + kChunk);
-            uint32_t bits = 0;
-            for (int64_t row = band * height; row < last_row; ++row) {
-                const T* x = static_cast<const T*>(job.x) + row * job.stride;
-                for (int64_t column = first; column < last; ++column) bits = larger(bits, size_bits(x[column]));
-            }
+            const uint32_t bits = largest_bits<T>(job, band * height, last_row, first, last);
             for (int64_t row = band * height; row < last_row; ++row)
                 out[row * job.amax_stride + first / kChunk] = quiet(size_value(bits, T{}));
         }
@@ -97,16 +104,9 @@ void transform(const Job& job) {
     }
 }
 
-// Largest magnitude of a region, and of the same region after the column job's transform.
+// Largest magnitude of a region after the column job's transform.
 template <typename T>
-void region_maxima(const Job& rows, const Job& columns, const Region& region, uint32_t& plain, uint32_t& transformed) {
-    for (int64_t row = region.row; row < region.last_row; ++row) {
-        const T* x = static_cast<const T*>(rows.x) + row * rows.stride;
-        uint32_t bits = 0;
-        for (int64_t column = region.column; column < region.last_column; ++column) bits = larger(bits, size_bits(x[column]));
-        plain = larger(plain, bits);
-    }
-    if (!columns.hadamard) return;
+uint32_t transformed_bits(const Job& columns, const Region& region) {
     const int height = std::max(kBlock, int(columns.hadamard));
     Words bits[2] = {};
     for (int64_t column = region.column; column < region.last_column; column += kLanes) {
@@ -115,7 +115,7 @@ void region_maxima(const Job& rows, const Job& columns, const Region& region, ui
             column_maxima<T>(columns, row, height, column, lanes, bits);
         }
     }
-    transformed = larger(transformed, largest_lane(larger(bits[0], bits[1])));
+    return largest_lane(larger(bits[0], bits[1]));
 }
 
 #else
@@ -163,16 +163,9 @@ void transform_typed(const Job& job) {
 
 void transform(const Job& job) { job.is_fp32 ? transform_typed<float>(job) : transform_typed<BFloat16>(job); }
 
-// Largest magnitude of a region, and of the same region after the column job's transform.
+// Largest magnitude of a region after the column job's transform.
 template <typename T>
-void region_maxima(const Job& rows, const Job& columns, const Region& region, uint32_t& plain, uint32_t& transformed) {
-    for (int64_t row = region.row; row < region.last_row; ++row) {
-        const T* x = static_cast<const T*>(rows.x) + row * rows.stride;
-        uint32_t bits = 0;
-        for (int64_t column = region.column; column < region.last_column; ++column) bits = larger(bits, size_bits(x[column]));
-        plain = larger(plain, bits);
-    }
-    if (!columns.hadamard) return;
+uint32_t transformed_bits(const Job& columns, const Region& region) {
     const int height = std::max(kBlock, int(columns.hadamard));
     alignas(64) float v[kMostRows][kLanes];
     alignas(64) uint32_t bits[kLanes] = {};
@@ -183,7 +176,7 @@ void region_maxima(const Job& rows, const Job& columns, const Region& region, ui
             lane_maxima(v, height, bits);
         }
     }
-    transformed = larger(transformed, *std::max_element(bits, bits + kLanes));
+    return *std::max_element(bits, bits + kLanes);
 }
 
 #endif
@@ -199,8 +192,10 @@ template <typename T>
 void amax_both(const Job& rows, const Job& columns, float* out) {
     std::atomic<uint32_t> largest[2] = {};
     for_each_region(rows, column_region(columns), [&](const Region& region) {
-        uint32_t bits[2] = {};
-        region_maxima<T>(rows, columns, region, bits[0], bits[1]);
+        const uint32_t bits[2] = {
+            largest_bits<T>(rows, region.row, region.last_row, region.column, region.last_column),
+            columns.hadamard ? transformed_bits<T>(columns, region) : 0,
+        };
         for (int kind = 0; kind < 2; ++kind) {
             uint32_t seen = largest[kind];
             while (seen < bits[kind] && !largest[kind].compare_exchange_weak(seen, bits[kind])) {}

@@ -23,9 +23,10 @@ def keys(*arguments: str) -> list[str]:
     return [problem.key for problem in error.value.problems]
 
 
-def test_a_plan_of_the_configured_layout():
-    code, text = run(*DEMO, "--devices", "8", "--hardware", "H100")
+def test_a_plan_of_the_configured_layout_at_a_price():
+    code, text = run(*DEMO, "--devices", "8", "--hardware", "H100", "--price", "0")
     assert code == 0
+    assert " 0 USD at 0.0 USD" in text
     assert "8 x H100: dp_shard 8" in text
     assert "activations by parallel.activation_checkpoint: none" in text
 
@@ -42,11 +43,6 @@ def test_a_search_plans_the_best(tmp_path: Path):
     assert text.index("Best layouts") < text.index("Stages")
     values = json.loads(file.read_text())
     assert values["search"]["layouts"][0]["tp"] == values["plan"]["layout"]["tp"]
-
-
-def test_a_price_changes_the_cost():
-    _, cheap = run(*DEMO, "--devices", "1", "--hardware", "H100", "--price", "0")
-    assert " 0 USD at 0.0 USD" in cheap
 
 
 def test_what_does_not_fit_is_code_1():

@@ -89,7 +89,10 @@ def test_local_widths_are_checked():
     assert all("_proj" in problem.key and problem.value == 264 for problem in problems), problems
 
 
-@pytest.mark.parametrize("hardware", ["H100", "H200", "B200", "GB200", "GB300", "MI355X"])
+@pytest.mark.parametrize(
+    "hardware",
+    ["H100", "GB200", "MI355X", *(pytest.param(name, marks=pytest.mark.slow) for name in ("H200", "B200", "GB300"))],
+)
 def test_every_accelerator_gets_a_plan(hardware: str):
     plan = planner("experiment=demo", hardware=hardware).plan(
         Layout(dp_shard=8, micro_batch_size=1, global_batch_size=16, sequence_length=512)
