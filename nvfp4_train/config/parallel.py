@@ -103,7 +103,10 @@ class ParallelConfig:
             ),
             Rule(
                 "ep_degree",
-                lambda: min(self.dp_shard_degree, self.ep_degree) < 1 or (self.dp_shard_degree * self.cp_degree) % self.ep_degree == 0,
+                lambda: (
+                    min(self.dp_shard_degree, self.ep_degree) < 1
+                    or (self.dp_shard_degree * self.cp_degree) % self.ep_degree == 0
+                ),
                 lambda: f"must divide dp_shard_degree x cp_degree ({self.dp_shard_degree * self.cp_degree})",
                 "lower ep_degree, or raise dp_shard_degree",
             ),
