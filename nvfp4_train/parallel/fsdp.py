@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from nvfp4_train.config.problem import Problem, require
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.moe import Experts
 from nvfp4_train.parallel.mesh import Mesh
@@ -35,14 +36,13 @@ def apply_fsdp(model: HybridLM, *, mesh: Mesh, compute_dtype: torch.dtype, resha
             number does not divide their ranks.
 
     Raises:
-        ValueError: for a number of ranks that does not divide those of the shard.
+        ConfigError: for a number of ranks that does not divide those of the shard.
     """
     dense, num_shards = mesh.fsdp_mesh, mesh.dense["fsdp"].size()
     if not isinstance(reshard_after_forward, bool) and num_shards % reshard_after_forward:
-        raise ValueError(
-            f"engine.reshard_ranks = {reshard_after_forward} must divide the {num_shards} ranks that share a weight "
-            "(dp_shard_degree x cp_degree); change it, or use 0 for all of them"
-        )
+        rule = f"must divide the {num_shards} ranks that share a weight (dp_shard_degree x cp_degree)"
+        fix = "change it, or use 0 for all of them"
+        require([Problem(key="engine.reshard_ranks", value=reshard_after_forward, rule=rule, fix=fix)])
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_compute_dtype = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -93,6 +93,11 @@ def prepare_backward(model: nn.Module, *, is_last: bool, keeps_gathered: bool) -
     model.set_requires_gradient_sync(is_last)
     model.set_is_last_backward(is_last)
     model.set_reshard_after_backward(is_last or not keeps_gathered)
+    # The small ones, which forwards leave gathered, stay so: else a forward that came after another one would gather
+    # nothing, and recomputing it after the backward of the other one would, which selective checkpointing refuses.
+    for module in fsdp_modules(model):
+        if getattr(module, "keep_fp32", False):
+            module.set_reshard_after_backward(is_last, recurse=False)
 
 
 def reduce_gradients(model: nn.Module) -> None:

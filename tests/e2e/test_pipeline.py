@@ -11,37 +11,55 @@ import pytest
 
 from tests.support.runs import RunDirs
 
-PIPELINE = ("parallel.pp_degree=2", "recipe=fp32")
-LOSSES = ("train/loss", "train/grad_norm", "val/loss", "val/loss_bf16")
+# Experts on both stages and in a depth of multi-token prediction.
+EXPERTS = ("recipe=fp32", "model.pattern='ME|*E/*E'", "model.moe.auxiliary_loss_weight=0.01")
+PIPELINE = ("parallel.pp_degree=2", *EXPERTS)
+LOSSES = ("train/loss", "train/mtp_1_loss", "train/router_loss", "train/grad_norm", "val/loss", "val/loss_bf16")
 
 
 @pytest.fixture(scope="module")
 def runs(module_dirs: RunDirs) -> RunDirs:
     done = module_dirs.run("pipeline", *PIPELINE, "run.stop_after_steps=6", ranks=2)
     assert done.returncode == 0, done.stderr
-    assert module_dirs.train("alone", "recipe=fp32", "run.stop_after_steps=6") == 0
+    assert module_dirs.train("alone", *EXPERTS, "run.stop_after_steps=6") == 0
     return module_dirs
 
 
 @pytest.mark.distributed
 def test_a_run_writes_what_one_process_writes(runs: RunDirs):
-    """One row per step, whoever has the loss; evaluations, and a count of parameters that is that of the model."""
+    """One row per step, whoever has the loss; evaluations, and files that describe the whole model."""
     pairs = list(zip(runs.rows("pipeline"), runs.rows("alone"), strict=True))
+    assert {key for row, _ in pairs for key in row} >= {*LOSSES, "moe/blocks.1/max_violation"}
     for found, expected in pairs:
-        assert found.keys() == expected.keys()
+        assert list(found) == list(expected)
         for key in (key for key in LOSSES if key in expected):
             assert found[key] == pytest.approx(expected[key], rel=1e-5)
+    first, alone = pairs[1]  # after the evaluation before the first step
+    # of the rank that keeps most
+    assert 0 < first.pop("precision/memory") < alone.pop("precision/memory")
+    assert first == pytest.approx(alone, rel=1e-5)
     assert sum("val/loss" in row for row, _ in pairs) == 3
     files = {path.name for path in (runs.runs / "pipeline").iterdir()}
     assert files == {path.name for path in (runs.runs / "alone").iterdir()}
-    numbers = [json.loads((runs.runs / name / "model.json").read_text()) for name in ("pipeline", "alone")]
-    assert numbers[0] == numbers[1]
+    for name in ("model.json", "coverage.json"):
+        texts = [(runs.runs / run / name).read_text() for run in ("pipeline", "alone")]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.distributed
+def test_the_work_of_a_token_is_that_of_one_process(runs: RunDirs):
+    """In FLOPs, of which each of two devices does half."""
+    work = []
+    for name, num_devices in (("pipeline", 2), ("alone", 1)):
+        row = json.loads((runs.runs / name / "metrics.jsonl").read_text().splitlines()[-1])
+        work.append(row["perf/model_tflops_per_device"] * num_devices / row["tokens_per_second"])
+    assert work[0] == pytest.approx(work[1], rel=1e-9)
 
 
 @pytest.mark.distributed
 def test_one_process_goes_on_with_it(runs: RunDirs):
     for name in ("pipeline", "alone"):
-        assert runs.train(name, "recipe=fp32", "run.stop_after_steps=8") == 0
+        assert runs.train(name, *EXPERTS, "run.stop_after_steps=8") == 0
     found, expected = (runs.rows(name)[-1] for name in ("pipeline", "alone"))
     assert found["step"] == expected["step"] == 8
     assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from nvfp4_train.config.problem import ConfigError
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.data.batch import Batch
 from nvfp4_train.engine.build import build_engine, prepare_model
@@ -275,7 +276,7 @@ def reshard_to_neighbours(runtime: Runtime) -> tuple[list[tuple[float, float]], 
         found.append(train(engine, range(2)))
     with torch.device("meta"):
         model = HybridLM(tiny_model())
-    with pytest.raises(ValueError, match=r"engine.reshard_ranks = 3 must divide the 4 ranks") as caught:
+    with pytest.raises(ConfigError, match=r"engine.reshard_ranks = 3\n.*must divide the 4 ranks") as caught:
         apply_fsdp(
             model,
             mesh=build_mesh(parallel_layout(), runtime),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.config.model import ModelConfig
+from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.problem import ConfigError
 from nvfp4_train.config.recipe import ComputeDtype, RecipeConfig
 from nvfp4_train.config.run import Device
@@ -144,19 +145,15 @@ def single_ends(runtime: Runtime) -> dict[str, Any]:
     return with_shared_embedding(runtime)
 
 
-def recomputed(runtime: Runtime, **layout: Any) -> dict[str, list[tuple[float, float]]]:
-    return {
-        mode: train(
-            build_tiny_engine(
-                runtime,
-                nvfp4_recipe(),
-                model=hybrid(),
-                parallel=parallel_layout(activation_checkpoint=mode, **layout),  # type: ignore[arg-type]
-            ),
-            range(2),
-        )
-        for mode in ("none", "block", "selective")
-    }
+def recomputed(runtime: Runtime, **layout: Any) -> dict[str, dict[str, Any]]:
+    """Losses of two steps, and the GEMMs of both, by what is recomputed."""
+    found = {}
+    for mode in ActivationCheckpoint:
+        parallel = parallel_layout(activation_checkpoint=mode, **layout)
+        engine = build_tiny_engine(runtime, nvfp4_recipe(), model=hybrid(), parallel=parallel)
+        with counted_gemms() as gemms:
+            found[mode.value] = {"steps": train(engine, range(2)), "gemms": dict(gemms)}
+    return found
 
 
 def delayed() -> RecipeConfig:
@@ -169,7 +166,7 @@ def work(runtime: Runtime) -> dict[str, Any]:
     found["nvfp4, 1f1b"] = first_step(runtime, nvfp4_recipe(), hybrid(), pp=2)
     found["delayed"] = first_step(runtime, delayed(), hybrid(), pp=2)
     found["ends"] = with_shared_embedding(runtime, pp=2)
-    found["recomputed"] = recomputed(runtime, **SCHEDULES["1f1b"])
+    found["recomputed"] = recomputed(runtime, **ZERO_BUBBLE)
     found["ramp"] = ramp(runtime)
     return found
 
@@ -333,8 +330,22 @@ def test_both_ends_keep_equal_copies_of_the_embedding(runtime, model):
 @pytest.mark.distributed
 def test_what_is_recomputed_rounds_as_it_did_though_other_microbatches_came_between():
     for rank in ranks():
-        losses = rank["recomputed"]
-        assert losses["block"] == losses["selective"] == losses["none"]
+        steps = {mode: found["steps"] for mode, found in rank["recomputed"].items()}
+        assert steps["block"] == steps["selective"] == steps["none"]
+
+
+@pytest.mark.distributed
+def test_recomputing_runs_forwards_once_more_and_weight_gradients_that_wait_once():
+    experts = 0
+    for rank in ranks():
+        plain, again = (rank["recomputed"][mode]["gemms"] for mode in ("none", "block"))
+        assert again.keys() == plain.keys()
+        for (layer, dtype), count in plain.items():
+            # FP32 are the weight gradients; of the others one is that of the inputs
+            extra = count // 2 if dtype is torch.bfloat16 and layer.startswith("blocks.") else 0
+            assert again[layer, dtype] == count + extra, (layer, dtype)
+            experts += ".experts." in layer
+    assert experts
 
 
 @pytest.mark.distributed
