@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from nvfp4_train.analysis.plan.calibration import compare, load_efficiency, load_points, stored_comparisons
 from nvfp4_train.analysis.plan.hardware import hardware_names, load_hardware
-from nvfp4_train.analysis.plan.layout import Layout, filled, layout_of
+from nvfp4_train.analysis.plan.layout import Layout, Schedule, filled, layout_of
 from nvfp4_train.analysis.plan.planner import Plan, Planner
 from nvfp4_train.analysis.plan.report import (
     format_calibration,
@@ -123,15 +123,16 @@ def _planner(cfg: TrainConfig, machine: Machine) -> Planner:
 
 def _alone(layout: Layout) -> Layout:
     """One rank: what is wrong then is wrong in every layout."""
-    return replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, num_virtual_stages=1)
+    return replace(
+        layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, num_virtual_stages=1, schedule=Schedule.one_f_one_b
+    )
 
 
 def _kept_by_mode(planner: Planner, plan: Plan) -> dict[ActivationCheckpoint, float]:
     """Activations of the rank that holds most, for each way of checkpointing."""
-    stages = planner.stages(plan.layout)
     return {
         mode: max(
-            planner.memory.of_rank(stages, replace(plan.layout, checkpoint=mode), rank=rank).activations
+            planner.memory_of(replace(plan.layout, checkpoint=mode), rank=rank).activations
             for rank in {0, plan.layout.pp - 1}
         )
         for mode in ActivationCheckpoint
