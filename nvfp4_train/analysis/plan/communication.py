@@ -107,7 +107,10 @@ def step_traffic(held: Held, *, parameters: Parameters, layout: Layout, hardware
     """Return what a rank sends in a step; rings, so that each rank sends what it has to each other one."""
     model = parameters.model
     compute = 4.0 if parameters.recipe.compute_dtype is ComputeDtype.fp32 else float(ACTIVATION_BYTES)
-    data = _zero_traffic(held, parameters, layout) if layout.zero else _data_traffic(held, parameters, layout, compute)
+    if layout.zero is None:
+        data = _data_traffic(held, parameters, layout=layout, compute=compute)
+    else:
+        data = _zero_traffic(held, parameters, layout=layout)
     found = [
         *data,
         *_tensor_traffic(held, model, layout, compute=compute),
@@ -125,7 +128,7 @@ def step_traffic(held: Held, *, parameters: Parameters, layout: Layout, hardware
 _Row = tuple[str, str, float, bool]
 
 
-def _data_traffic(held: Held, parameters: Parameters, layout: Layout, compute: float) -> list[_Row]:
+def _data_traffic(held: Held, parameters: Parameters, *, layout: Layout, compute: float) -> list[_Row]:
     """FSDP gathers weights for each forward and backward of a block, or once a step; gradients travel once a step.
 
     Small FP32 modules and what lies outside blocks stay gathered from a forward to its backward; the embedding, which
@@ -188,7 +191,7 @@ class _Data:
             self.replicated += size / shards * 2 * (copies - 1) / copies * GRADIENT_BYTES
 
 
-def _zero_traffic(held: Held, parameters: Parameters, layout: Layout) -> list[_Row]:
+def _zero_traffic(held: Held, parameters: Parameters, *, layout: Layout) -> list[_Row]:
     """DeepSpeed sends everything in FP32.
 
     Stages 1 and 2 add up whole gradients on all ranks, stage 1 once a step and stage 2 after each backward, and gather

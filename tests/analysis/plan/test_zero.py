@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps, by hand; test_plan_reality.py holds it against the engine."""
+"""What DeepSpeed keeps, by hand, from what its source allocates."""
 
 from dataclasses import replace
 
