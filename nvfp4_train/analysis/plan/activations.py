@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from nvfp4_train.analysis.plan.layout import Layout, layout_problems
 from nvfp4_train.analysis.plan.local import BlockKey, BuiltModel, local_block, local_ends
 from nvfp4_train.analysis.plan.saved import FlashAttention, kept_bytes, merge_experts
+from nvfp4_train.analysis.plan.stand_ins import as_expert_rank, part_of_rows
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.problem import ConfigError
 from nvfp4_train.config.recipe import RecipeConfig
-from nvfp4_train.model.documents import Documents, locate_documents
+from nvfp4_train.model.documents import Documents
 from nvfp4_train.model.hybrid import HybridLM
 from nvfp4_train.model.init import init_parameters
 from nvfp4_train.model.moe import Penalized
@@ -49,7 +51,7 @@ class Activations:
         """
         if layout.checkpoint is ActivationCheckpoint.block:
             return self.stream_bytes(layout)
-        return self._by_tp(layout, partial(self._block, key))
+        return self._by_tp(self._as_seen_by(layout, {key.kind}), partial(self._block, key))
 
     def whole_block(self, key: BlockKey, layout: Layout) -> float:
         """Return the same without checkpointing: what is there while a checkpointed block runs backward."""
@@ -59,11 +61,26 @@ class Activations:
         """Return what embedding, final norm, head, loss and multi-token prediction keep per token."""
         if not self.model.layer_pattern.num_mtp_depths:  # then there is no block in them that could be checkpointed
             layout = replace(layout, checkpoint=ActivationCheckpoint.none)
-        return self._by_tp(layout, self._ends)
+        # what its attention keeps of other parts of a row is nothing beside logits
+        kinds = set(self.model.layer_pattern.mtp) - {LayerKind.attention}
+        return self._by_tp(self._as_seen_by(layout, kinds), self._ends)
 
     def stream_bytes(self, layout: Layout) -> float:
         """Return the bytes of a token in the residual stream of one rank."""
         return self.model.d_model * self._stream_dtype().itemsize / (layout.tp if layout.sequence_parallel else 1)
+
+    def _as_seen_by(self, layout: Layout, kinds: set[LayerKind]) -> Layout:
+        """Leave out of a layout what blocks of these kinds keep nothing for, so that it is one layout to all others.
+
+        Attention keeps keys and values of whole rows. What a scan keeps of other parts is a few tokens and a state a
+        row: little beside a part as long as real ones, so that it is left out where a short one is run for it. Experts
+        keep two orders of tokens where these come from other ranks; of how many is all the same without values.
+        """
+        if self.device != "meta":
+            return layout if LayerKind.moe in kinds else replace(layout, ep=1)
+        if LayerKind.attention not in kinds:
+            layout = replace(layout, cp=1, sequence_length=layout.sequence_length // layout.cp)
+        return replace(layout, ep=min(layout.ep, 2) if LayerKind.moe in kinds else 1)
 
     def _by_tp(self, layout: Layout, kept: Callable[[Layout], float]) -> float:
         """Run what is not divided and halves; all widths are divided by tp alike, so that these two tell the rest.
@@ -88,7 +105,7 @@ class Activations:
         return self._remember(("ends",), layout, lambda: self._run_ends(layout))
 
     def _remember(self, what: tuple[object, ...], layout: Layout, run: Callable[[], float]) -> float:
-        key = (*what, layout.tp, layout.sequence_parallel, layout.checkpoint, self._shape(layout))
+        key = (*what, layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.checkpoint, self._shape(layout))
         if key not in self._known:
             self._known[key] = run()
         return self._known[key]
@@ -101,7 +118,7 @@ class Activations:
         return (1, min(length, max(PROBE_TOKENS, PROBE_CHUNKS * self.model.mamba.chunk_size)))
 
     def _run_block(self, key: BlockKey, layout: Layout) -> float:
-        model = self._built(local_block(key, self.model, self.recipe, layout=layout), layout.checkpoint)
+        model = self._built(local_block(key, self.model, self.recipe, layout=layout), layout)
         block = next(iter(model.all_blocks()))
         kept = self._measure_block(block, layout)
         if layout.checkpoint is ActivationCheckpoint.none:
@@ -115,7 +132,9 @@ class Activations:
             out = block(self._stream(layout), documents)
             return out.value if isinstance(out, Penalized) else out
 
-        return self._measure(run, layout, shared=[*block.parameters(), documents.ids, documents.positions])
+        return self._measure(
+            run, layout, shared=[*block.parameters(), documents.ids, documents.positions, documents.whole_ids]
+        )
 
     def _saved_by_sequence_parallel(self, norm: nn.Module, layout: Layout) -> float:
         """What a norm keeps less where the residual stream is divided over tp."""
@@ -126,26 +145,28 @@ class Activations:
 
     def _run_ends(self, layout: Layout) -> float:
         """A model of one MLP block and all depths of multi-token prediction, without that block."""
-        model = self._built(local_ends(self.model, self.recipe, layout=layout), layout.checkpoint)
+        model = self._built(local_ends(self.model, self.recipe, layout=layout), layout)
         shape = self._shape(layout)
 
         def run() -> object:
             tokens, labels = (torch.zeros(shape, dtype=torch.int64, device=self.device) for _ in range(2))
-            ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            return model(tokens, document_ids=ids, labels=labels)
+            return model(tokens, document_ids=self._whole_ids(layout), labels=labels)
 
         whole = self._measure(run, layout, shared=list(model.parameters()))
         kept = whole - self._measure_block(model.blocks[0], layout)
         return kept - self._saved_by_sequence_parallel(model.final_norm, layout)
 
-    def _built(self, built: BuiltModel, checkpoint: ActivationCheckpoint) -> HybridLM:
+    def _built(self, built: BuiltModel, layout: Layout) -> HybridLM:
         model = built.model
+        model.locate_documents = partial(part_of_rows, cp=layout.cp)
+        if layout.ep > 1:
+            as_expert_rank(model, ep=layout.ep)
         if self.device == "meta":
             merge_experts(model)
         else:
             model.to_empty(device=self.device)
             init_parameters(model, model.cfg, seed=0)
-        checkpoint_activations(model, checkpoint)
+        checkpoint_activations(model, layout.checkpoint)
         return model
 
     def _measure(self, run: Callable[[], object], layout: Layout, *, shared: list[Tensor]) -> float:
@@ -156,7 +177,11 @@ class Activations:
         return kept / (batch * length)
 
     def _documents(self, layout: Layout) -> Documents:
-        return locate_documents(torch.zeros(self._shape(layout), dtype=torch.int32, device=self.device))
+        return part_of_rows(self._whole_ids(layout), cp=layout.cp)
+
+    def _whole_ids(self, layout: Layout) -> Tensor:
+        batch, length = self._shape(layout)
+        return torch.zeros(batch, length * layout.cp, dtype=torch.int32, device=self.device)
 
     def _stream(self, layout: Layout) -> Tensor:
         shape = (*self._shape(layout), self.model.d_model)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from nvfp4_train.analysis.plan.calibration import compare, load_efficiency, load_points, stored_comparisons
 from nvfp4_train.analysis.plan.hardware import hardware_names, load_hardware
-from nvfp4_train.analysis.plan.layout import Layout, filled, layout_of
+from nvfp4_train.analysis.plan.layout import Layout, Schedule, filled, layout_of
 from nvfp4_train.analysis.plan.planner import Plan, Planner
 from nvfp4_train.analysis.plan.report import (
     format_calibration,
@@ -47,6 +48,7 @@ def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     require([_unknown_flag(word) for word in overrides if word.startswith("-")])
     if options.calibration:
+        require(_alone_problems(options, overrides))
         say(format_calibration(compare(load_points(), load_efficiency())))
         return 0
     problems = _flag_problems(options)
@@ -57,26 +59,28 @@ def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
         raise ConfigError(problems)
     machine = Machine(hardware=hardware or load_hardware(DEFAULT_HARDWARE), efficiency=load_efficiency())
     planner = _planner(loaded.cfg, machine)
-    devices = options.devices or 0
+    devices = _whole(options.devices) or 0
     if options.search or devices < 1:  # what is wrong on one rank is wrong in every layout
         problems += planner.problems(_alone(start), devices=1)
     else:
         problems += planner.problems(filled(start, devices=devices), devices=devices)
     require(problems)
     if options.price is not None:
-        planner.machine = replace(machine, hardware=machine.hardware.with_price(options.price))
-    return _plan(planner, start, options=options, say=say)
+        planner.machine = replace(machine, hardware=machine.hardware.with_price(float(options.price)))
+    return _plan(planner, start, devices=devices, options=options, say=say)
 
 
-def _plan(planner: Planner, start: Layout, *, options: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _plan(
+    planner: Planner, start: Layout, *, devices: int, options: argparse.Namespace, say: Callable[[str], None]
+) -> int:
     values: dict[str, Any] = {}
     if options.search:
-        found = search(planner, start, devices=options.devices)
+        found = search(planner, start, devices=devices)
         say(format_search(found) + "\n")
         values["search"] = search_values(found)
         plan = found.plans[0] if found.plans else None
     else:
-        plan = planner.plan(filled(start, devices=options.devices))
+        plan = planner.plan(filled(start, devices=devices))
     if plan is not None:
         kept, comparisons = _kept_by_mode(planner, plan), stored_comparisons()
         say(format_plan(plan, kept=kept, comparisons=comparisons))
@@ -102,10 +106,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what a run needs and takes on hardware that is not here; needs no GPU and no ranks.",
         epilog="Other arguments are overrides, as scripts/pretrain.py takes them. docs/plan.md says how to read it.",
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="devices, all with one rank")
+    parser.add_argument("--devices", metavar="N", help="devices, all with one rank")
     parser.add_argument("--hardware", metavar="NAME", help=", ".join(hardware_names()))
     parser.add_argument("--search", action="store_true", help="propose layouts instead of taking the configured one")
-    parser.add_argument("--price", type=float, metavar="USD", help="of a device and hour, instead of the listed one")
+    parser.add_argument("--price", metavar="USD", help="of a device and hour, instead of the listed one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON too")
     parser.add_argument("--calibration", action="store_true", help="compare with published runs and stop")
     return parser
@@ -123,15 +127,16 @@ def _planner(cfg: TrainConfig, machine: Machine) -> Planner:
 
 def _alone(layout: Layout) -> Layout:
     """One rank: what is wrong then is wrong in every layout."""
-    return replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, num_virtual_stages=1)
+    return replace(
+        layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, num_virtual_stages=1, schedule=Schedule.one_f_one_b
+    )
 
 
 def _kept_by_mode(planner: Planner, plan: Plan) -> dict[ActivationCheckpoint, float]:
     """Activations of the rank that holds most, for each way of checkpointing."""
-    stages = planner.stages(plan.layout)
     return {
         mode: max(
-            planner.memory.of_rank(stages, replace(plan.layout, checkpoint=mode), rank=rank).activations
+            planner.memory_of(replace(plan.layout, checkpoint=mode), rank=rank).activations
             for rank in {0, plan.layout.pp - 1}
         )
         for mode in ActivationCheckpoint
@@ -142,14 +147,37 @@ def _flag_problems(options: argparse.Namespace) -> list[Problem]:
     problems = []
     if options.devices is None:
         problems.append(_missing("--devices", "N"))
-    elif options.devices < 1:
-        rule = "must be at least 1"
+    elif (_whole(options.devices) or 0) < 1:
+        rule = "must be a whole number of at least 1"
         problems.append(Problem(key="--devices", value=options.devices, rule=rule, fix="give a positive number"))
     if options.hardware is None:
         problems.append(_missing("--hardware", f"one of {', '.join(hardware_names())}"))
-    if options.price is not None and options.price < 0:
-        problems.append(Problem(key="--price", value=options.price, rule="must not be negative", fix="give USD"))
+    if options.price is not None and not _is_price(options.price):
+        rule = "must be a number that is not negative"
+        problems.append(Problem(key="--price", value=options.price, rule=rule, fix="give USD of a device and hour"))
+    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+        rule = "is a folder" if options.json.is_dir() else f"there is no folder {options.json.parent}"
+        problems.append(Problem(key="--json", value=str(options.json), rule=rule, fix="name a file in one that exists"))
     return problems
+
+
+def _whole(text: str | None) -> int | None:
+    """Return the number that a text is, or None."""
+    return int(text) if text is not None and text.lstrip("+-").isdecimal() else None
+
+
+def _is_price(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _alone_problems(options: argparse.Namespace, overrides: list[str]) -> list[Problem]:
+    """The published runs bring their own models, layouts and hardware."""
+    given = [f"--{name}" for name in ("devices", "hardware", "search", "price", "json") if getattr(options, name)]
+    rule, fix = "is not read with --calibration, which compares published runs as they are", "leave one of them out"
+    return [Problem(key=word, value=NO_VALUE, rule=rule, fix=fix) for word in (*given, *overrides)]
 
 
 def _missing(flag: str, what: str) -> Problem:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from nvfp4_train.config.engine import TorchEngineConfig, WeightGather
+from nvfp4_train.config.engine import DeepSpeedEngineConfig, OffloadDevice, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
-from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype
 from nvfp4_train.config.pattern import LayerKind
-from nvfp4_train.config.pipeline import PipelineSchedule
-from nvfp4_train.config.problem import ConfigError, Problem
+from nvfp4_train.config.pipeline import PipelineSchedule, microbatches_fault
+from nvfp4_train.config.problem import Problem
 from nvfp4_train.config.train import TrainConfig
 
 
@@ -19,6 +19,36 @@ class Schedule(StrEnum):
     one_f_one_b = "1f1b"
     interleaved = "interleaved"
     zero_bubble = "zero_bubble"
+    zbv = "zbv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """DeepSpeed instead of the torch engine.
+
+    Args:
+        stage: 1, 2 or 3: what is sharded.
+        offloads_optimizer: Whether masters and optimizer state lie in the host's memory.
+        offloads_parameters: Whether the shards of parameters do, in stage 3.
+        overlaps: Whether gradients are reduced while the backward goes on.
+        reduce_bucket: Elements of gradients that are reduced together.
+        prefetch_bucket: Elements of parameters that are gathered ahead of their use, in stage 3.
+        persistent_below: Parameters of fewer elements stay gathered, in stage 3.
+    """
+
+    stage: int
+    offloads_optimizer: bool
+    offloads_parameters: bool
+    overlaps: bool
+    reduce_bucket: int
+    prefetch_bucket: int
+    persistent_below: int
+
+
+# DeepSpeed's own values, for those that the configuration leaves to it.
+# Source: https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/config.py
+REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENT_BELOW = 500_000_000, 50_000_000, 100_000
+PARAMETERS_SHARDED = 3  # the stage that shards parameters too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +63,14 @@ class Layout:
         tp: Ranks that share every Linear.
         ep: Ranks that share the experts; divides dp_shard x cp.
         sequence_parallel: Whether what lies between the tensor-parallel Linears is divided over tp along the sequence.
+        tp_sum: Dtype in which the ranks of tp add up their parts.
         schedule: Of the pipeline.
         num_virtual_stages: Stages of one pipeline rank.
         checkpoint: What is kept between forward and backward.
         reshards: Whether gathered weights are freed between forward and backward, and between microbatches.
         reshard_ranks: Neighbouring ranks over which weights then stay spread; 0: all that share them.
         gathers_codes: Whether weights of quantized Linears are gathered as codes and scales.
+        zero: DeepSpeed's choices; None: the torch engine.
         micro_batch_size: Sequences of a forward.
         global_batch_size: Sequences of a step.
         sequence_length: Tokens of a sequence.
@@ -51,12 +83,14 @@ class Layout:
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = True
+    tp_sum: ReduceDtype = ReduceDtype.bf16
     schedule: Schedule = Schedule.one_f_one_b
     num_virtual_stages: int = 1
     checkpoint: ActivationCheckpoint = ActivationCheckpoint.none
     reshards: bool = True
     reshard_ranks: int = 0
     gathers_codes: bool = False
+    zero: Zero | None = None
     micro_batch_size: int
     global_batch_size: int
     sequence_length: int
@@ -87,6 +121,11 @@ class Layout:
         return self.pp * self.num_virtual_stages
 
     @property
+    def tp_sum_bytes(self) -> int:
+        """Bytes of a number that the ranks of tp add up."""
+        return 4 if self.tp_sum is ReduceDtype.fp32 else 2
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of a data rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
@@ -104,24 +143,18 @@ class Layout:
             parts.append(f"{self.schedule.value} x {self.num_virtual_stages}")
         parts.append(f"micro-batch {self.micro_batch_size}")
         parts.append(f"checkpoint {self.checkpoint.value}")
-        parts.append("reshard" if self.reshards else "keep gathered")
+        if self.zero is None:
+            parts.append("reshard" if self.reshards else "keep gathered")
+        else:
+            offloads = ["optimizer"] * self.zero.offloads_optimizer + ["parameters"] * self.zero.offloads_parameters
+            parts.append(" ".join([f"ZeRO {self.zero.stage}", *(f"{what} offloaded" for what in offloads)]))
         return ", ".join(parts)
 
 
 def layout_of(cfg: TrainConfig) -> Layout:
-    """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left.
-
-    Raises:
-        ConfigError: for another engine than torch, or a schedule, whose memory and traffic are not modelled.
-    """
+    """Read the layout of a configuration; ``dp_shard`` is 0 where the configuration says -1, all that are left."""
     parallel, engine = cfg.parallel, cfg.engine
-    if not isinstance(engine, TorchEngineConfig):
-        rule = "a plan knows what the torch engine holds and sends, and of no other"
-        raise ConfigError([Problem(key="engine", value=type(engine).__name__, rule=rule, fix="engine=torch")])
-    if parallel.pipeline_schedule is PipelineSchedule.zbv:
-        key, rule = "parallel.pipeline_schedule", "a plan does not model stages that go there and back"
-        raise ConfigError([Problem(key=key, value="zbv", rule=rule, fix="plan zero_bubble with stages_per_rank=2")])
-    return Layout(
+    layout = Layout(
         pp=parallel.pp_degree,
         dp_replicate=parallel.dp_replicate_degree,
         dp_shard=max(parallel.dp_shard_degree, 0),
@@ -129,15 +162,55 @@ def layout_of(cfg: TrainConfig) -> Layout:
         tp=parallel.tp_degree,
         ep=parallel.ep_degree,
         sequence_parallel=parallel.sequence_parallel,
+        tp_sum=parallel.tp_reduce_dtype,
         schedule=Schedule(parallel.pipeline_schedule.value),
         num_virtual_stages=parallel.stages_per_rank,
         checkpoint=parallel.activation_checkpoint,
-        reshards=engine.reshard_after_forward,
-        reshard_ranks=engine.reshard_ranks,
-        gathers_codes=engine.weight_gather is WeightGather.quantized,
         micro_batch_size=cfg.batch.micro_batch_size,
         global_batch_size=cfg.batch.global_batch_size,
         sequence_length=cfg.batch.sequence_length,
+    )
+    if isinstance(engine, DeepSpeedEngineConfig):
+        return replace(layout, zero=_zero_of(engine), reshards=engine.zero_stage == PARAMETERS_SHARDED)
+    assert isinstance(engine, TorchEngineConfig)
+    return replace(
+        layout,
+        reshards=engine.reshard_after_forward,
+        reshard_ranks=engine.reshard_ranks,
+        gathers_codes=engine.weight_gather is WeightGather.quantized,
+    )
+
+
+def _zero_of(engine: DeepSpeedEngineConfig) -> Zero:
+    def given(value: int | None, otherwise: int) -> int:
+        return otherwise if value is None else value
+
+    return Zero(
+        stage=engine.zero_stage,
+        offloads_optimizer=engine.offload_optimizer is not OffloadDevice.none,
+        offloads_parameters=engine.offload_param is not OffloadDevice.none,
+        overlaps=engine.overlap_comm,
+        reduce_bucket=given(engine.reduce_bucket_size, REDUCE_BUCKET),
+        prefetch_bucket=given(engine.prefetch_bucket_size, PREFETCH_BUCKET),
+        persistent_below=given(engine.param_persistence_threshold, PERSISTENT_BELOW),
+    )
+
+
+def parallel_of(layout: Layout) -> ParallelConfig:
+    """Return what the configuration says of a layout; nothing is compiled."""
+    return ParallelConfig(
+        pp_degree=layout.pp,
+        pipeline_schedule=PipelineSchedule(layout.schedule.value if layout.pp > 1 else "1f1b"),
+        stages_per_rank=layout.num_virtual_stages,
+        dp_replicate_degree=layout.dp_replicate,
+        dp_shard_degree=layout.dp_shard,
+        cp_degree=layout.cp,
+        tp_degree=layout.tp,
+        ep_degree=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        tp_reduce_dtype=layout.tp_sum,
+        activation_checkpoint=layout.checkpoint,
+        compile=Compile.none,
     )
 
 
@@ -207,10 +280,10 @@ def _pipeline_problems(layout: Layout, model: ModelConfig) -> list[Problem]:
         rule = f"has {segments} segments, and the pipeline {layout.num_stages} stages"
         fix = "use as many segments as stages, or no | at all"
         problems.append(Problem(key="model.pattern", value=model.pattern, rule=rule, fix=fix))
-    count, fix = layout.num_microbatches, "use smaller microbatches, fewer data ranks or fewer pipeline ranks"
-    if count < layout.pp:
-        rule = f"must not be below the {layout.pp} pipeline ranks, which would wait"
-        problems.append(Problem(key="microbatches", value=count, rule=rule, fix=fix))
-    elif layout.num_virtual_stages > 1:
-        problems += _divides("microbatches", count, layout.pp, "pp, with several stages a rank")
+    fault = microbatches_fault(
+        PipelineSchedule(layout.schedule.value), pp_degree=layout.pp, num_microbatches=layout.num_microbatches
+    )
+    if fault:
+        fix = "use smaller microbatches, fewer data ranks, fewer pipeline ranks or another schedule"
+        problems.append(Problem(key="microbatches", value=layout.num_microbatches, rule=fault, fix=fix))
     return problems

@@ -1,17 +1,22 @@
 """The part of a model that one tensor- and expert-parallel rank holds, as a model of its own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nvfp4_train.analysis.plan.layout import Layout
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import KeepBf16, RecipeConfig
 from nvfp4_train.model.hybrid import HybridLM, build_model
-from nvfp4_train.model.linear import GroupedLinear
+from nvfp4_train.model.linear import GroupedLinear, Linear
+from nvfp4_train.model.moe import Moe
+from nvfp4_train.model.mtp import MtpDepth
 from nvfp4_train.precision.apply import apply_precision
 from nvfp4_train.precision.coverage import CoverageRow
 
@@ -59,15 +64,57 @@ class BuiltModel:
     coverage: list[CoverageRow]
 
 
-def build_on_meta(model_cfg: ModelConfig, recipe_cfg: RecipeConfig) -> BuiltModel:
+def build_on_meta(model_cfg: ModelConfig, recipe_cfg: RecipeConfig, *, tp: int = 1) -> BuiltModel:
     """Build a model without memory, as an engine does before it spreads it over ranks.
+
+    Args:
+        model_cfg: Its shapes; with `tp`, those of `local_config`.
+        recipe_cfg: What its Linears run.
+        tp: Ranks of which the model is one's part, for the Linears whose widths no configuration can name.
 
     Raises:
         ConfigError: where shapes or rules do not fit the recipe.
     """
     with torch.device("meta"):
         model = build_model(model_cfg)
-    return BuiltModel(model=model, coverage=apply_precision(model, recipe_cfg, seed=0).coverage)
+        if tp > 1:
+            _divide_linears(model, tp=tp)
+    coverage = apply_precision(model, recipe_cfg, seed=0).coverage
+    if tp > 1:
+        _stand_in_for_ranks(model, tp=tp)
+    return BuiltModel(model=model, coverage=coverage)
+
+
+def _divide_linears(model: HybridLM, *, tp: int) -> None:
+    """Divide the Linears whose other side stays whole: into and out of the experts' width, and to an MTP depth."""
+    for module in model.modules():
+        if isinstance(module, Moe) and module.fc1_latent_proj is not None and module.fc2_latent_proj is not None:
+            width, d_model = module.fc1_latent_proj.out_features // tp, module.fc2_latent_proj.out_features
+            module.fc1_latent_proj, module.fc2_latent_proj = Linear(d_model, width), Linear(width, d_model)
+        elif isinstance(module, MtpDepth):
+            module.eh_proj = Linear(module.eh_proj.in_features // tp, module.eh_proj.out_features)
+
+
+def _stand_in_for_ranks(model: HybridLM, *, tp: int) -> None:
+    """Let a forward see the widths that the other ranks would bring, or take away."""
+    for module in model.modules():
+        if isinstance(module, Moe) and module.fc1_latent_proj is not None:
+            _around(module.fc1_latent_proj, after=lambda y: torch.cat([y] * tp, dim=-1))
+            _around(module.experts, after=lambda y: y.chunk(tp, dim=-1)[0].contiguous())
+        elif isinstance(module, MtpDepth):
+            _around(module.eh_proj, before=lambda x: x.chunk(tp, dim=-1)[0])
+
+
+def _around(
+    module: nn.Module,
+    *,
+    before: Callable[[Tensor], Tensor] = lambda x: x,
+    after: Callable[[Tensor], Tensor] = lambda y: y,
+) -> None:
+    def run(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        return after(forward(before(x), *others))
+
+    module.forward = partial(run, module.forward)
 
 
 def local_config(model: ModelConfig, layout: Layout) -> ModelConfig:
@@ -117,7 +164,7 @@ def local_block(key: BlockKey, model: ModelConfig, recipe: RecipeConfig, *, layo
     keep = KeepBf16(
         first_blocks=0, last_blocks=0, modules=[f"blocks.0.mixer.{name}" for name in sorted(key.kept)], mtp=False
     )
-    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep), tp=layout.tp)
 
 
 def local_ends(model: ModelConfig, recipe: RecipeConfig, *, layout: Layout, has_head: bool = False) -> BuiltModel:
@@ -143,4 +190,4 @@ def local_ends(model: ModelConfig, recipe: RecipeConfig, *, layout: Layout, has_
     globs = recipe.keep_bf16.modules + ([HEAD] if has_head and model.tie_embeddings else [])
     kept = [glob for glob in globs if any(fnmatchcase(name, glob) for name in names)]
     keep = KeepBf16(first_blocks=0, last_blocks=0, modules=kept, mtp=recipe.keep_bf16.mtp)
-    return build_on_meta(cfg, replace(recipe, keep_bf16=keep))
+    return build_on_meta(cfg, replace(recipe, keep_bf16=keep), tp=layout.tp)

@@ -15,16 +15,17 @@ from nvfp4_train.analysis.plan.parameters import (
     MTP,
     Parameter,
     Parameters,
+    held_ends,
     num_parameters,
 )
-from nvfp4_train.analysis.plan.pipeline import in_flight
-from nvfp4_train.analysis.plan.stages import Stage
+from nvfp4_train.analysis.plan.pipeline import peak_bytes
 from nvfp4_train.analysis.plan.work import ACTIVATION_BYTES, weight_bytes
 from nvfp4_train.config.parallel import ActivationCheckpoint
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.recipe import ComputeDtype
 from nvfp4_train.model.loss import CHUNK_ELEMENTS
 from nvfp4_train.optim.adamw import BUCKET_ELEMENTS
+from nvfp4_train.parallel.stages import StagePlan
 
 GRADIENT_BYTES = 4  # FP32
 FRAMEWORK_BYTES = 3 * 2**30  # context, libraries, and what the allocator cannot use
@@ -60,7 +61,7 @@ class Memory:
         communication: Buffers of collectives.
         workspace: What a backward needs besides: a block's recomputed activations, the gradient of logits; and what
             the framework takes.
-        host: Of the host's memory: optimizer state that is offloaded; not in the total.
+        host: Of the host's memory: what is offloaded; not in the total.
     """
 
     masters: float
@@ -125,7 +126,7 @@ class MemoryModel:
     compute_dtype: ComputeDtype
     _known: dict[tuple[object, ...], _Totals] = field(default_factory=dict)
 
-    def of_rank(self, stages: list[Stage], layout: Layout, *, rank: int, shard: int = 0) -> Memory:
+    def of_rank(self, stages: list[StagePlan], layout: Layout, *, rank: int, shard: int = 0) -> Memory:
         """Return the memory of a pipeline rank, which holds some of the stages.
 
         Args:
@@ -134,7 +135,7 @@ class MemoryModel:
             rank: Along pp.
             shard: Along dp_shard x cp, of parameters that are no experts; the first rank holds most.
         """
-        own = [stage for stage in stages if stage.index % layout.pp == rank]
+        own = [stage for stage in stages if stage.rank == rank]
         blocks = Counter(self.keys.blocks[index] for stage in own for index in stage.blocks)
         ends = self._ends(own, layout, shard=shard)
         parts = [(self._block_totals(key, layout, shard=shard), count) for key, count in blocks.items()]
@@ -150,27 +151,16 @@ class MemoryModel:
             quantized_weights=sum(count * part.codes for part, count in everything),
             gathered_weights=_gathered(parts, ends, layout),
             accumulated_gradients=GRADIENT_BYTES * (whole if layout.num_microbatches > 1 else largest),
-            activations=self._activations(own, blocks, layout, rank=rank),
+            activations=self._activations(own, layout, rank=rank),
             communication=self._buffers(largest, layout),
             workspace=self._workspace(own, blocks, layout),
             host=state if self.state.on_host else 0.0,
         )
 
-    def _ends(self, own: list[Stage], layout: Layout, *, shard: int) -> dict[str, _Totals]:
-        ends = self.parameters.ends(layout)
-        first, last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
-        held = {
-            # the last stage of a pipeline needs it again where it is the head, and for multi-token prediction
-            EMBEDDING: first or (last and (HEAD not in ends or MTP in ends)),
-            FINAL_NORM: last,
-            HEAD: last,
-            MTP: last,
-        }
-        return {
-            name: self._totals((name, shard), part, layout, kind=None)
-            for name, part in ends.items()
-            if held.get(name, False)
-        }
+    def _ends(self, own: list[StagePlan], layout: Layout, *, shard: int) -> dict[str, _Totals]:
+        is_first, is_last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
+        held = held_ends(self.parameters.ends(layout), is_first=is_first, is_last=is_last)
+        return {name: self._totals((name, shard), part, layout, kind=None) for name, part in held.items()}
 
     def _block_totals(self, key: BlockKey, layout: Layout, *, shard: int) -> _Totals:
         return self._totals((key, shard), self.parameters.block(key, layout), layout, kind=key.kind)
@@ -192,13 +182,16 @@ class MemoryModel:
             )
         return self._known[key]
 
-    def _activations(self, own: list[Stage], blocks: Counter[BlockKey], layout: Layout, *, rank: int) -> float:
-        per_token = sum(count * self.activations.block(key, layout) for key, count in blocks.items())
-        if any(stage.is_last for stage in own):
-            per_token += self.activations.ends(layout)
-        return per_token * layout.tokens * in_flight(layout, rank=rank)
+    def _activations(self, own: list[StagePlan], layout: Layout, *, rank: int) -> float:
+        per_lap = []
+        for stage in own:
+            per_token = sum(self.activations.block(self.keys.blocks[index], layout) for index in stage.blocks)
+            if stage.is_last:
+                per_token += self.activations.ends(layout)
+            per_lap.append(per_token * layout.tokens)
+        return peak_bytes(layout, rank=rank, per_lap=per_lap)
 
-    def _workspace(self, own: list[Stage], blocks: Counter[BlockKey], layout: Layout) -> float:
+    def _workspace(self, own: list[StagePlan], blocks: Counter[BlockKey], layout: Layout) -> float:
         recomputed = 0.0
         if layout.checkpoint is not ActivationCheckpoint.none:
             recomputed = max(self.activations.whole_block(key, layout) for key in blocks)

@@ -6,37 +6,38 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from nvfp4_train.analysis.plan.activations import Activations
-from nvfp4_train.analysis.plan.communication import Traffic, step_traffic
-from nvfp4_train.analysis.plan.layout import Layout, layout_problems
+from nvfp4_train.analysis.plan.communication import Held, Traffic, step_traffic
+from nvfp4_train.analysis.plan.layout import Layout, layout_problems, parallel_of
 from nvfp4_train.analysis.plan.local import BlockKey, BuiltModel, ModelKeys, build_on_meta, model_keys
 from nvfp4_train.analysis.plan.memory import Memory, MemoryModel
 from nvfp4_train.analysis.plan.optimizer_state import measure_state
-from nvfp4_train.analysis.plan.parameters import EMBEDDING, Parameter, Parameters, num_parameters
-from nvfp4_train.analysis.plan.stages import Stage, split_stages
+from nvfp4_train.analysis.plan.parameters import Parameters, held_ends, num_parameters, reads_embedding_twice
 from nvfp4_train.analysis.plan.step_time import BlockTimer, Machine, StepTime, step_time
 from nvfp4_train.analysis.plan.work import LinearWork, Work
+from nvfp4_train.analysis.plan.zero import ZeroElements, zero_elements, zero_memory
 from nvfp4_train.config.model import ModelConfig
 from nvfp4_train.config.optimizer import OptimizerConfig
 from nvfp4_train.config.problem import ConfigError, Problem, require
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.model.flops import FlopsReport, count_flops
 from nvfp4_train.model.peaks import Precision
+from nvfp4_train.parallel.stages import StagePlan, plan_stages
 
 SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan:
+class PlannedStage:
     """One stage of the pipeline.
 
     Args:
-        stage: Its blocks.
+        stage: Its blocks and its rank.
         num_parameters: On one tp and ep rank, before they are sharded.
         flops: Model FLOPs, forward and backward, of a step over all ranks.
         kept_blocks: Blocks of which some Linear stays in the compute dtype.
     """
 
-    stage: Stage
+    stage: StagePlan
     num_parameters: int
     flops: float
     kept_blocks: list[int]
@@ -60,7 +61,7 @@ class Plan:
 
     layout: Layout
     machine: Machine
-    stages: list[StagePlan]
+    stages: list[PlannedStage]
     memory: list[Memory]
     traffic: list[Traffic]
     time: StepTime
@@ -116,9 +117,10 @@ class Planner:
     work: Work = field(init=False)
     _ends: dict[int, list[LinearWork]] = field(init=False, default_factory=dict)
     _widths: dict[int, list[Problem]] = field(init=False, default_factory=dict)
-    _stages: dict[tuple[object, ...], list[Stage]] = field(init=False, default_factory=dict)
+    _stages: dict[tuple[object, ...], list[StagePlan]] = field(init=False, default_factory=dict)
     _timers: dict[Machine, BlockTimer] = field(init=False, default_factory=dict)
     _reports: dict[int, FlopsReport] = field(init=False, default_factory=dict)
+    _elements: dict[Layout, ZeroElements] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters = Parameters(model=self.model, recipe=self.recipe)
@@ -157,6 +159,23 @@ class Planner:
             compute_dtype=self.recipe.compute_dtype,
         )
 
+    def memory_of(self, layout: Layout, *, rank: int = 0, shard: int = 0) -> Memory:
+        """Return the memory of a rank.
+
+        Args:
+            layout: How ranks share the run.
+            rank: Along pp.
+            shard: Along dp_shard x cp, of what FSDP shards unevenly; the first rank holds most.
+        """
+        stages = self.stages(layout)
+        found = self.memory.of_rank(stages, layout, rank=rank, shard=shard)
+        if layout.zero is None:
+            return found
+        largest = max(num_parameters(self.parameters.block(key, layout)) for key in set(self.keys.blocks))
+        if layout not in self._elements:
+            self._elements[layout] = zero_elements(self.built.model, layout)
+        return zero_memory(found, self._elements[layout], layout, largest_block=largest)
+
     def problems(self, layout: Layout, *, devices: int) -> list[Problem]:
         """Return everything that is wrong with running the model in a layout."""
         found = problems_of(lambda: self.keys)
@@ -177,8 +196,7 @@ class Planner:
 
         Between them ranks hold fewer microbatches than the first, and no head.
         """
-        stages = self.stages(layout)
-        found = [self.memory.of_rank(stages, layout, rank=rank) for rank in {0, layout.pp - 1}]
+        found = [self.memory_of(layout, rank=rank) for rank in {0, layout.pp - 1}]
         return max(found, key=lambda memory: memory.total)
 
     def plan(self, layout: Layout) -> Plan:
@@ -192,7 +210,7 @@ class Planner:
             layout=layout,
             machine=self.machine,
             stages=[self._describe(stage, layout, report) for stage in stages],
-            memory=[self.memory.of_rank(stages, layout, rank=rank) for rank in ranks],
+            memory=[self.memory_of(layout, rank=rank) for rank in ranks],
             traffic=traffic,
             time=time,
             flops=report.model * sequences,
@@ -209,25 +227,14 @@ class Planner:
         ranks = {0, layout.pp // 2, layout.pp - 1}
         return self._slowest(self.stages(layout), layout, ranks=ranks)[0].total
 
-    def stages(self, layout: Layout) -> list[Stage]:
-        """Divide the blocks over the pipeline by their seconds."""
-        key = (layout.tp, layout.ep, layout.tokens, layout.num_stages, self.machine)
+    def stages(self, layout: Layout) -> list[StagePlan]:
+        """Divide the blocks over the pipeline as an engine does."""
+        key = (layout.pp, layout.num_virtual_stages, layout.schedule, layout.sequence_length)
         if key not in self._stages:
-            seconds = {block: self._block_seconds(block, layout) for block in set(self.keys.blocks)}
-            end = sum(
-                sum(self.machine.linear_seconds(linear, layout, recomputes=False).values())
-                for linear in self.ends(layout)
-            )
-            self._stages[key] = split_stages(
-                self.model.layer_pattern,
-                num_stages=layout.num_stages,
-                costs=[seconds[block] for block in self.keys.blocks],
-                end_cost=end,
+            self._stages[key] = plan_stages(
+                self.built.model, parallel_of(layout), sequence_length=layout.sequence_length
             )
         return self._stages[key]
-
-    def _block_seconds(self, block: BlockKey, layout: Layout) -> float:
-        return sum(self.timer.seconds(block, layout, recomputes=False).values())
 
     def ends(self, layout: Layout) -> list[LinearWork]:
         """Return the Linears outside blocks, and those of the blocks of multi-token prediction."""
@@ -241,15 +248,17 @@ class Planner:
             self._ends[layout.tp] = self.work.ends(layout) + mtp
         return self._ends[layout.tp]
 
-    def _own(self, stages: list[Stage], layout: Layout, *, rank: int) -> list[Stage]:
-        return [stage for stage in stages if stage.index % layout.pp == rank]
+    def _own(self, stages: list[StagePlan], *, rank: int) -> list[StagePlan]:
+        return [stage for stage in stages if stage.rank == rank]
 
-    def _blocks(self, own: list[Stage]) -> list[BlockKey]:
+    def _blocks(self, own: list[StagePlan]) -> list[BlockKey]:
         return [self.keys.blocks[index] for stage in own for index in stage.blocks]
 
-    def _slowest(self, stages: list[Stage], layout: Layout, *, ranks: Iterable[int]) -> tuple[StepTime, list[Traffic]]:
+    def _slowest(
+        self, stages: list[StagePlan], layout: Layout, *, ranks: Iterable[int]
+    ) -> tuple[StepTime, list[Traffic]]:
         """Return the time of the slowest of some pipeline ranks, and what it sends."""
-        owns = [self._own(stages, layout, rank=rank) for rank in ranks]
+        owns = [self._own(stages, rank=rank) for rank in ranks]
         different = {
             (
                 frozenset(Counter(self._blocks(own)).items()),
@@ -260,20 +269,41 @@ class Planner:
         }
         found = []
         for own in different.values():
-            traffic = self._traffic(own, layout)
+            traffic = self._traffic(self._held(own, stages, layout), layout)
             found.append((self._time(own, traffic, layout), traffic))
         return max(found, key=lambda pair: pair[0].total)
 
-    def _traffic(self, own: list[Stage], layout: Layout) -> list[Traffic]:
-        ends: list[Parameter] = []
-        for name, part in self.parameters.ends(layout).items():
-            holds = any(stage.is_first if name == EMBEDDING else stage.is_last for stage in own)
-            ends += part if holds else []
-        return step_traffic(
-            self._blocks(own), ends, parameters=self.parameters, layout=layout, hardware=self.machine.hardware
+    def rank_traffic(self, layout: Layout, *, rank: int) -> list[Traffic]:
+        """Return what a pipeline rank sends in a step."""
+        stages = self.stages(layout)
+        return self._traffic(self._held(self._own(stages, rank=rank), stages, layout), layout)
+
+    def _held(self, own: list[StagePlan], stages: list[StagePlan], layout: Layout) -> Held:
+        """Return what a rank has; a stage sends its result to the next one, and a gradient to the one before."""
+        is_first, is_last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
+        depths = self.model.layer_pattern.num_mtp_depths if is_last else 0
+        neighbours = [
+            stages[index].rank
+            for stage in own
+            for index in (stage.index - 1, stage.index + 1)
+            if 0 <= index < len(stages)
+        ]
+        ends = self.parameters.ends(layout)
+        return Held(
+            blocks=tuple(self._blocks(own)),
+            mtp=self.keys.mtp * depths,
+            num_depths=depths,
+            ends=held_ends(ends, is_first=is_first, is_last=is_last),
+            is_first=is_first,
+            is_last=is_last,
+            shares_embedding=is_first != is_last and reads_embedding_twice(ends),
+            num_sent=sum(rank != own[0].rank for rank in neighbours),
         )
 
-    def _time(self, own: list[Stage], traffic: list[Traffic], layout: Layout) -> StepTime:
+    def _traffic(self, held: Held, layout: Layout) -> list[Traffic]:
+        return step_traffic(held, parameters=self.parameters, layout=layout, hardware=self.machine.hardware)
+
+    def _time(self, own: list[StagePlan], traffic: list[Traffic], layout: Layout) -> StepTime:
         ends = self.ends(layout) if any(stage.is_last for stage in own) else []
         return step_time(self._blocks(own), ends, traffic, layout=layout, timer=self.timer)
 
@@ -287,19 +317,17 @@ class Planner:
         gemms = {row.module: row.gemm_precisions for row in self.built.coverage}
         return report.by_precision(gemms, otherwise=Precision(self.recipe.compute_dtype.value))
 
-    def _describe(self, stage: Stage, layout: Layout, report: FlopsReport) -> StagePlan:
+    def _describe(self, stage: StagePlan, layout: Layout, report: FlopsReport) -> PlannedStage:
         keys = self.keys.blocks
         parts = [self.parameters.block(keys[index], layout) for index in stage.blocks]
-        for name, part in self.parameters.ends(layout).items():
-            if stage.is_first if name == EMBEDDING else stage.is_last:
-                parts.append(part)
+        parts += held_ends(self.parameters.ends(layout), is_first=stage.is_first, is_last=stage.is_last).values()
         prefixes = tuple(f"blocks.{index}." for index in stage.blocks)
         rows = [
             row
             for row in report.rows
             if row.module.startswith(prefixes) or (stage.is_last and not row.module.startswith("blocks."))
         ]
-        return StagePlan(
+        return PlannedStage(
             stage=stage,
             num_parameters=sum(num_parameters(part) for part in parts),
             flops=3 * sum(row.forward for row in rows) * layout.global_batch_size,

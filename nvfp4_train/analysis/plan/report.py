@@ -183,7 +183,7 @@ def _stages(plan: Plan) -> str:
     head = ["stage", "rank", "blocks", "parameters", "FLOPs/step", "memory of its rank", "blocks kept in BF16"]
     rows = []
     for item in plan.stages:
-        rank = item.stage.index % plan.layout.pp
+        rank = item.stage.rank
         blocks = item.stage.blocks
         extras = (["embedding"] if item.stage.is_first else []) + (["head"] if item.stage.is_last else [])
         rows.append(
@@ -207,7 +207,7 @@ def _memory(plan: Plan, kept: dict[ActivationCheckpoint, float]) -> str:
     rows = [[kind, f"{size / GB:.2f} GB", LABELS[kind].value] for kind, size in memory.by_kind.items()]
     rows.append(["total", f"{memory.total / GB:.2f} GB", f"of {plan.machine.hardware.memory / GB:.0f} GB"])
     modes = ", ".join(f"{mode.value} {size / GB:.1f} GB" for mode, size in kept.items())
-    host = f"\nin the host's memory: optimizer {memory.host / GB:.2f} GB" if memory.host else ""
+    host = f"\nin the host's memory, of each rank: {memory.host / GB:.2f} GB" if memory.host else ""
     return (
         f"Memory of the fullest rank (pipeline rank {worst})\n{_table(rows)}\n"
         f"activations by parallel.activation_checkpoint: {modes}{host}"

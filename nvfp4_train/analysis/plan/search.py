@@ -128,8 +128,13 @@ def _powers(limit: int) -> Iterator[int]:
 
 def _candidates(planner: Planner, start: Layout, *, devices: int) -> Iterator[Layout]:
     """All degrees that are powers of two, with the trade that is fastest."""
+    if start.zero is not None:  # shards over all ranks, whatever the stage
+        whole = replace(start, pp=1, dp_replicate=1, dp_shard=devices, cp=1, tp=1, ep=1)
+        checkpoint = TRADES[0][0]
+        yield from (replace(whole, checkpoint=checkpoint, micro_batch_size=size) for size in MICRO_BATCHES)
+        return
     checkpoint, reshards = TRADES[0]
-    start = replace(start, checkpoint=checkpoint, reshards=reshards, ep=1)
+    start = replace(start, checkpoint=checkpoint, reshards=reshards, ep=1, schedule=Schedule.one_f_one_b)
     for tp in _powers(MAX_TP):
         for cp in _powers(MAX_CP):
             shared = replace(start, tp=tp, cp=cp, pp=1, dp_replicate=1, dp_shard=max(devices // (tp * cp), 1))
@@ -174,7 +179,7 @@ def _reason(planner: Planner, layout: Layout, *, devices: int) -> str:
     """Return what forbids a layout whatever the memory, or an empty string."""
     problems = layout_problems(layout, planner.model, devices=devices)
     if problems:
-        return re.sub(r"\d+", "N", f"{problems[0].key} {problems[0].rule}")
+        return re.sub(r"\b\d+\b", "N", f"{problems[0].key} {problems[0].rule}")
     domain = planner.machine.hardware.domain
     axes = WAITING_AXES if domain <= SERVER else (*WAITING_AXES, "ep")
     for axis in axes:
@@ -189,14 +194,21 @@ def _reason(planner: Planner, layout: Layout, *, devices: int) -> str:
 def _cheapest_that_fits(planner: Planner, layout: Layout) -> Plan | str:
     """Return the plan that trades least speed for memory and fits, or what takes the memory."""
     memory = planner.machine.hardware.memory
-    smallest = replace(layout, checkpoint=TRADES[-1][0], reshards=TRADES[-1][1])
-    needed = planner.rank_memory(smallest)
+    trades = _trades(layout)
+    needed = planner.rank_memory(trades[-1])
     if needed.total <= memory:
-        for checkpoint, reshards in TRADES:
-            tried = replace(layout, checkpoint=checkpoint, reshards=reshards)
+        for tried in trades:
             if planner.rank_memory(tried).total <= memory:
                 plan = planner.plan(tried)
                 if plan.fits:  # every pipeline rank has been looked at now
                     return plan
     kind = max(needed.by_kind, key=lambda name: needed.by_kind[name])
     return f"more than the {memory / 1e9:.0f} GB of a device however much is recomputed, most of it {kind}"
+
+
+def _trades(layout: Layout) -> list[Layout]:
+    """Return the layout with more and more that is recomputed; what stays gathered is DeepSpeed's own business."""
+    if layout.zero is not None:
+        modes = dict.fromkeys(checkpoint for checkpoint, _ in TRADES)
+        return [replace(layout, checkpoint=checkpoint) for checkpoint in modes]
+    return [replace(layout, checkpoint=checkpoint, reshards=reshards) for checkpoint, reshards in TRADES]

@@ -70,6 +70,26 @@ def test_all_mistakes_of_flags_and_configuration_at_once():
     ]
 
 
+def test_what_is_no_number_and_no_file_comes_with_the_others(tmp_path: Path):
+    where = str(tmp_path / "nowhere" / "plan.json")
+    flags = ("--devices", "many", "--hardware", "B1", "--price", "nan", "--json", where)
+    assert keys("model.d_modell=3", *flags) == ["--devices", "--price", "--json", "--hardware", "model.d_modell"]
+    assert keys(*DEMO, "--devices", "1", "--hardware", "H100", "--json", str(tmp_path)) == ["--json"]
+
+
+def test_the_calibration_reads_nothing_else():
+    assert keys("--calibration", "--devices", "8", "model=demo") == ["--devices", "model=demo"]
+
+
+def test_deepspeed_is_planned():
+    zero = ("engine=deepspeed", "engine.zero_stage=3", "engine.offload_optimizer=cpu")
+    code, text = run(*DEMO, *zero, "--devices", "8", "--hardware", "H100")
+    assert code == 0
+    assert "8 x H100: dp_shard 8" in text
+    assert "ZeRO 3 optimizer offloaded" in text
+    assert "in the host's memory" in text
+
+
 def test_all_mistakes_of_a_layout_at_once():
     found = keys(*DEMO, "parallel.tp_degree=16", "parallel.cp_degree=3", "--devices", "48", "--hardware", "H100")
     assert {"batch.sequence_length", "model.attention.num_kv_heads", "model.mamba.num_groups"} <= set(found)

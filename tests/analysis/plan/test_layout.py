@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from nvfp4_train.analysis.plan.layout import Layout, Schedule, filled, layout_of, layout_problems
+from nvfp4_train.analysis.plan.layout import (
+    PREFETCH_BUCKET,
+    Layout,
+    Schedule,
+    filled,
+    layout_of,
+    layout_problems,
+    parallel_of,
+)
 from nvfp4_train.config.model import NormGroup
 from nvfp4_train.config.parallel import ActivationCheckpoint
-from nvfp4_train.config.problem import ConfigError
 from tests.support.configs import composed
 from tests.support.models import TINY_MOE, tiny_model
 
@@ -38,19 +45,32 @@ def test_the_configuration_is_read():
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule"), [(1, Schedule.gpipe), (2, Schedule.interleaved), (2, Schedule.zero_bubble)]
+    ("stages", "schedule"),
+    [(1, Schedule.gpipe), (2, Schedule.interleaved), (2, Schedule.zero_bubble), (2, Schedule.zbv)],
 )
 def test_the_pipeline_is_read(stages: int, schedule: Schedule):
     pipeline = [f"parallel.pipeline_schedule={schedule.value}", f"parallel.stages_per_rank={stages}"]
-    layout = layout_of(composed("experiment=tiny", "parallel.pp_degree=2", *pipeline))
+    cfg = composed("experiment=tiny", "parallel.pp_degree=2", "model.tie_embeddings=false", *pipeline)
+    layout = layout_of(cfg)
     assert (layout.pp, layout.schedule, layout.num_virtual_stages) == (2, schedule, stages)
+    assert parallel_of(replace(layout, dp_shard=1)) == replace(cfg.parallel, dp_shard_degree=1)
 
 
-def test_a_schedule_that_is_not_modelled_is_an_error():
-    v_schedule = ["parallel.pipeline_schedule=zbv", "parallel.stages_per_rank=2", "model.tie_embeddings=false"]
-    cfg = composed("experiment=tiny", "parallel.pp_degree=2", *v_schedule)
-    with pytest.raises(ConfigError, match="zero_bubble"):
-        layout_of(cfg)
+def test_sums_of_tp_are_read():
+    cfg = composed(
+        "experiment=tiny", "parallel.tp_degree=2", "model.mamba.num_groups=2", "parallel.tp_reduce_dtype=fp32"
+    )
+    assert layout_of(cfg).tp_sum_bytes == 4
+    assert LAYOUT.tp_sum_bytes == 2
+
+
+def test_deepspeed_is_read():
+    offload = ("engine.offload_optimizer=cpu", "engine.reduce_bucket_size=1000")
+    zero = layout_of(composed("experiment=tiny", "engine=deepspeed", "engine.zero_stage=3", *offload)).zero
+    assert zero is not None
+    assert (zero.stage, zero.offloads_optimizer, zero.offloads_parameters) == (3, True, False)
+    assert (zero.reduce_bucket, zero.prefetch_bucket) == (1000, PREFETCH_BUCKET)
+    assert "ZeRO 3 optimizer offloaded" in replace(LAYOUT, zero=zero).describe()
 
 
 def test_what_is_left_goes_to_dp_shard():
