@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from nvfp4_train.config.engine import DeepSpeedEngineConfig, OffloadDevice, TorchEngineConfig, WeightGather
 from nvfp4_train.config.model import ModelConfig
-from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype
+from nvfp4_train.config.parallel import ActivationCheckpoint, Compile, ParallelConfig, ReduceDtype, StageBalance
 from nvfp4_train.config.pattern import LayerKind
 from nvfp4_train.config.pipeline import PipelineSchedule, microbatches_fault
 from nvfp4_train.config.problem import Problem
@@ -202,6 +202,7 @@ def parallel_of(layout: Layout) -> ParallelConfig:
         pp_degree=layout.pp,
         pipeline_schedule=PipelineSchedule(layout.schedule.value if layout.pp > 1 else "1f1b"),
         stages_per_rank=layout.num_virtual_stages,
+        stage_balance=StageBalance.flops,  # a plan measures nothing
         dp_replicate_degree=layout.dp_replicate,
         dp_shard_degree=layout.dp_shard,
         cp_degree=layout.cp,

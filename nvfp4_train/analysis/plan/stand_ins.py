@@ -20,6 +20,7 @@ def part_of_rows(document_ids: Tensor, position_ids: Tensor | None = None, *, cp
     exchange = RowExchange(
         num_parts=cp,
         gather=lambda part, dim: torch.cat([part] * cp, dim=dim),
+        with_preceding=lambda part, dim, count: torch.cat((part.narrow(dim, size - count, count), part), dim=dim),
         preceding=lambda x, count: x[:, -count:].clone(),
         following=lambda x, count: x[:, :count].clone(),
         carry_forward=_entering,
