@@ -49,6 +49,7 @@ class Layout:
             round to another value now and then, and later operands differ by that; in FP32 codes are the same.
         moves_tokens: Whether experts see other tokens together than in a single process, so that their inputs
             are other tensors.
+        is_slow: Whether it is left to the slow tests: what it combines stands in other rows.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Layout:
     changes: dict[str, Any] = field(default_factory=dict)
     reorders_sums: bool = False
     moves_tokens: bool = False
+    is_slow: bool = False
 
     @property
     def cfg(self) -> ParallelConfig:
@@ -68,21 +70,21 @@ LAYOUTS = (
     Layout(name="tp2", world_size=2, changes={"tp": 2, "sequence_parallel": False}, reorders_sums=True),
     Layout(name="tp2+sp", world_size=2, changes={"tp": 2}, reorders_sums=True),
     Layout(name="hsdp 2x2", world_size=4, changes={"replicate": 2, "shard": 2}),
-    Layout(name="dp2 x tp2", world_size=4, changes={"replicate": 2, "tp": 2}, reorders_sums=True),
+    Layout(name="dp2 x tp2", world_size=4, changes={"replicate": 2, "tp": 2}, reorders_sums=True, is_slow=True),
     Layout(name="fsdp2 x tp2", world_size=4, changes={"shard": 2, "tp": 2}, reorders_sums=True),
     Layout(name="cp2", world_size=2, changes={"cp": 2}, reorders_sums=True, moves_tokens=True),
     Layout(name="ep2", world_size=2, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
-    Layout(name="fsdp4, ep2", world_size=4, changes={"ep": 2}, reorders_sums=True, moves_tokens=True),
-    Layout(name="pp2 gpipe", world_size=2, changes={"pp": 2, "schedule": "gpipe"}),
+    Layout(name="fsdp4, ep2", world_size=4, changes={"ep": 2}, reorders_sums=True, moves_tokens=True, is_slow=True),
+    Layout(name="pp2 gpipe", world_size=2, changes={"pp": 2, "schedule": "gpipe"}, is_slow=True),
     Layout(name="pp2 1f1b", world_size=2, changes={"pp": 2}),
     Layout(name="pp2 interleaved", world_size=2, changes={"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}),
-    Layout(name="pp2 zero bubble", world_size=2, changes={"pp": 2, "schedule": "zero_bubble"}),
+    Layout(name="pp2 zero bubble", world_size=2, changes={"pp": 2, "schedule": "zero_bubble"}, is_slow=True),
     Layout(
         name="pp2 zero bubble, interleaved",
         world_size=2,
         changes={"pp": 2, "schedule": "zero_bubble", "stages_per_rank": 2},
     ),
-    Layout(name="fsdp2 x pp2", world_size=4, changes={"pp": 2, "shard": 2}),
+    Layout(name="fsdp2 x pp2", world_size=4, changes={"pp": 2, "shard": 2}, is_slow=True),
     Layout(name="tp2 x pp2", world_size=4, changes={"pp": 2, "tp": 2}, reorders_sums=True),
     Layout(name="cp2 x tp2", world_size=4, changes={"cp": 2, "tp": 2}, reorders_sums=True, moves_tokens=True),
     Layout(
@@ -91,6 +93,7 @@ LAYOUTS = (
         changes={"shard": 2, "tp": 2, "ep": 2},
         reorders_sums=True,
         moves_tokens=True,
+        is_slow=True,
     ),
 )
 
@@ -139,9 +142,9 @@ def run_layouts(runtime: Runtime, layouts: tuple[Layout, ...]) -> dict[str, Run]
 
 
 @cache
-def runs_of(world_size: int) -> list[dict[str, Run]]:
+def runs_of(world_size: int, *, is_slow: bool) -> list[dict[str, Run]]:
     """By rank and name of the layout."""
-    layouts = tuple(layout for layout in LAYOUTS if layout.world_size == world_size)
+    layouts = tuple(layout for layout in LAYOUTS if (layout.world_size, layout.is_slow) == (world_size, is_slow))
     return run_on_ranks(run_layouts, world_size, layouts, timeout_seconds=600)
 
 
@@ -152,14 +155,18 @@ def single() -> Iterator[Run]:
     stop_runtime()
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.name)
+@pytest.fixture(
+    params=[
+        pytest.param(layout, id=layout.name, marks=[pytest.mark.slow] if layout.is_slow else []) for layout in LAYOUTS
+    ]
+)
 def layout(request) -> Layout:
     return request.param
 
 
 @pytest.fixture
 def ranks(layout) -> list[Run]:
-    return [runs[layout.name] for runs in runs_of(layout.world_size)]
+    return [runs[layout.name] for runs in runs_of(layout.world_size, is_slow=layout.is_slow)]
 
 
 def largest_difference(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> float:
