@@ -318,10 +318,15 @@ def differences(cfg: TrainConfig, seen: list[Seen]) -> list[str]:
             del means["activations"]
         means |= {axis: sum(one.sent.get(axis, 0) for one in same) / len(same) for axis in SENT_AXES}
         for what, mean in means.items():
-            tolerance = TOLERANCE if what == "activations" else SENT_TOLERANCE
+            tolerance = kept_tolerance(cfg) if what == "activations" else SENT_TOLERANCE
             if abs(planned_bytes[what] - mean) > tolerance * max(mean, 2e5):
                 found.append(f"pp {rank}: {what} {planned_bytes[what]:,.0f} planned, {mean:,.0f} found")
     return found
+
+
+def kept_tolerance(cfg: TrainConfig) -> float:
+    """MX blocks of 32 fill up the short rows of a narrow model's parts by more than is planned."""
+    return 0.15 if cfg.recipe.name == "mxfp8" and cfg.parallel.tp_degree > 1 else TOLERANCE
 
 
 SENT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")

@@ -79,17 +79,15 @@ class SentWatch(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        axes = {
-            "dp_replicate": mesh.dense["dp_replicate"],
-            "dp_shard": mesh.dense["fsdp"],
-            "efsdp": mesh.expert["efsdp"],
-            **{axis: mesh._along(axis) for axis in ("pp", "cp", "tp", "ep")},
-        }
-        self._axes = {
-            part.get_group().group_name: "dp_shard" if axis == "efsdp" else axis
-            for axis, part in axes.items()
-            if part.size() > 1
-        }
+        # An axis can have a group in several views of the ranks.
+        parts = [
+            ("dp_replicate", mesh.dense["dp_replicate"]),
+            ("dp_shard", mesh.dense["fsdp"]),
+            ("dp_shard", mesh.expert["efsdp"]),
+            ("tp", mesh.dense["tp"]),
+            *((axis, mesh._along(axis)) for axis in ("pp", "cp", "tp", "ep")),
+        ]
+        self._axes = {part.get_group().group_name: axis for axis, part in parts if part.size() > 1}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("c10d::").removeprefix("_c10d_functional::").partition(".")[0]
