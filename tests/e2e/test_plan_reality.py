@@ -325,7 +325,7 @@ def differences(cfg: TrainConfig, seen: list[Seen]) -> list[str]:
 
 
 def kept_tolerance(cfg: TrainConfig) -> float:
-    """MX blocks of 32 fill up the short rows of a narrow model's parts by more than is planned."""
+    """With tp, MXFP8 keeps more than the plan knows; docs/plan.md says so."""
     return 0.15 if cfg.recipe.name == "mxfp8" and cfg.parallel.tp_degree > 1 else TOLERANCE
 
 
