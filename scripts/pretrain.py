@@ -26,10 +26,10 @@ def main() -> int:
 
         return train(loaded, report=report_run)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once a rank
-            print(report(error.problems), file=sys.stderr)
-        else:
-            time.sleep(10)  # the launcher ends all ranks as soon as one has left: rank 0 must have spoken before
+        rank = os.environ.get("RANK", "0")  # torchrun starts this program once a rank
+        if rank != "0":
+            time.sleep(10)  # as WAIT_FOR_MAIN_SECONDS in train/failure.py, which takes seconds to import
+        print(f"{'' if rank == '0' else f'rank {rank}: '}{report(error.problems)}", file=sys.stderr)
         return 2
 
 

@@ -17,6 +17,7 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    sync_directory(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nvfp4_train.config.problem import ConfigError, Problem
 from nvfp4_train.model.block import run_blocks
 from nvfp4_train.model.documents import locate_documents
 from nvfp4_train.model.hybrid import HybridLM, stream_dtype
@@ -34,13 +35,23 @@ def shared_block_times(model: HybridLM, *, sequence_length: int, mesh: Mesh) -> 
         model: As for `block_times`.
         sequence_length: Tokens of a sequence.
         mesh: Of all ranks.
+
+    Raises:
+        ConfigError: on every rank, if one device has not the memory for a whole block.
     """
-    box: list[BlockCosts | None] = [None]
+    box: list[BlockCosts | str] = [""]
     if dist.get_rank() == 0:
-        box[0] = block_times(model, sequence_length=sequence_length, device=mesh.device)
+        try:
+            box[0] = block_times(model, sequence_length=sequence_length, device=mesh.device)
+        except torch.OutOfMemoryError as error:
+            box[0] = str(error)
     dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+    costs = box[0]
+    if isinstance(costs, str):
+        rule = f"needs a whole block and a sequence of {sequence_length} tokens to fit one device ({costs})"
+        fix = "use flops, or put | into model.pattern"
+        raise ConfigError([Problem(key="parallel.stage_balance", value="time", rule=rule, fix=fix)])
+    return costs
 
 
 def block_times(model: HybridLM, *, sequence_length: int, device: torch.device) -> BlockCosts:

@@ -13,7 +13,8 @@ from nvfp4_train.train.anomaly import NonFiniteError
 EXIT_RUN = 1
 EXIT_CONFIG = 2
 
-# A launcher ends the other ranks as soon as one has left: rank 0 must have spoken before.
+# A launcher ends the other ranks as soon as one has left: rank 0 must have spoken before. Where it has the same
+# problem, the others are ended while they wait; where it has not (another machine lacks a module), they speak.
 WAIT_FOR_MAIN_SECONDS = 10.0
 
 # What may end a run without a stack trace; see `describe_failure`.
@@ -40,7 +41,7 @@ def describe_failure(error: Exception) -> str | None:
 def report_failure(error: Exception, *, rank: int) -> int:
     """Write to stderr what went wrong, and return the exit code.
 
-    Every rank writes its own; a configuration is wrong on all of them alike, and rank 0 says so.
+    Every rank writes its own; a configuration is mostly wrong on all alike, so that the others let rank 0 speak.
 
     Raises:
         Exception: ``error`` itself, if it is a bug.
@@ -50,7 +51,6 @@ def report_failure(error: Exception, *, rank: int) -> int:
         raise error
     if isinstance(error, ConfigError) and rank:
         time.sleep(WAIT_FOR_MAIN_SECONDS)
-        return EXIT_CONFIG
     sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {message}\n")
     return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_RUN
 

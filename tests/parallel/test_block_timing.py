@@ -1,11 +1,13 @@
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from nvfp4_train.config.parallel import StageBalance
+from nvfp4_train.config.problem import ConfigError
 from nvfp4_train.config.recipe import RecipeConfig
 from nvfp4_train.engine.build import prepare_model
 from nvfp4_train.parallel import block_timing
@@ -86,3 +88,21 @@ def test_all_ranks_divide_by_what_rank_0_measured():
     assert all(value > 0 for value in (*first["costs"].blocks, first["costs"].before, first["costs"].after))
     assert first["blocks"] | second["blocks"] == {str(index) for index in range(6)}
     assert not first["blocks"] & second["blocks"]
+
+
+def no_memory(*_: Any, **__: Any) -> BlockCosts:
+    raise torch.OutOfMemoryError("9 GiB too many")
+
+
+def out_of_memory(runtime: Runtime) -> str:
+    mesh = build_mesh(parallel_layout(pp=2), runtime)
+    with patch.object(block_timing, "block_times", no_memory), pytest.raises(ConfigError) as error:
+        shared_block_times(prepared().model, sequence_length=SEQUENCE_LENGTH, mesh=mesh)
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_a_block_that_does_not_fit_rank_0_is_told_on_all():
+    for told in run_on_ranks(out_of_memory, 2):
+        assert "parallel.stage_balance = time" in told
+        assert "9 GiB too many" in told

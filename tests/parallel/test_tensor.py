@@ -281,8 +281,9 @@ def test_capturing_changes_no_bit(ranks):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_capturing_every_kind_of_block_changes_no_bit():
-    for plain, compiled in run_on_ranks(plain_and_compiled, 2, HYBRID, timeout_seconds=300):
+@pytest.mark.parametrize("model", [HYBRID, WHOLE_NORM], ids=["every kind", "whole norm"])
+def test_capturing_every_kind_of_block_changes_no_bit(model):
+    for plain, compiled in run_on_ranks(plain_and_compiled, 2, model, timeout_seconds=300):
         assert compiled.steps == plain.steps
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from nvfp4_train.analysis.plan.report import (
 from nvfp4_train.analysis.plan.search import search
 from nvfp4_train.analysis.plan.step_time import Machine
 from nvfp4_train.config.load import load_config
-from nvfp4_train.config.parallel import ActivationCheckpoint
+from nvfp4_train.config.parallel import ActivationCheckpoint, StageBalance
 from nvfp4_train.config.problem import NO_VALUE, ConfigError, Problem, require
 from nvfp4_train.config.train import TrainConfig
 
@@ -67,6 +68,8 @@ def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
     require(problems)
     if options.price is not None:
         planner.machine = replace(machine, hardware=machine.hardware.with_price(float(options.price)))
+    if loaded.cfg.parallel.stage_balance is StageBalance.time:
+        say("parallel.stage_balance = time is measured when a run starts; here stages are divided by FLOPs\n")
     return _plan(planner, start, devices=devices, options=options, say=say)
 
 
@@ -163,7 +166,7 @@ def _flag_problems(options: argparse.Namespace) -> list[Problem]:
 
 def _whole(text: str | None) -> int | None:
     """Return the number that a text is, or None."""
-    return int(text) if text is not None and text.lstrip("+-").isdecimal() else None
+    return int(text) if text is not None and re.fullmatch(r"[+-]?[0-9]+", text) else None
 
 
 def _is_price(text: str) -> bool:

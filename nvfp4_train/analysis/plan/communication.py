@@ -131,8 +131,8 @@ _Row = tuple[str, str, float, bool]
 def _data_traffic(held: Held, parameters: Parameters, *, layout: Layout, compute: float) -> list[_Row]:
     """FSDP gathers weights for each forward and backward of a block, or once a step; gradients travel once a step.
 
-    Small FP32 modules and what lies outside blocks stay gathered from a forward to its backward; the embedding, which
-    no backward reads, is gathered for each forward in any case, unless it is the head as well.
+    Small FP32 modules of blocks stay gathered for the step, what lies outside blocks from a forward to its backward;
+    the embedding, which no backward reads, is gathered for each forward in any case, unless it is the head as well.
     """
     count, is_freed = layout.num_microbatches, layout.reshards
     total = _Data(layout=layout, compute=compute)
@@ -183,7 +183,7 @@ class _Data:
             is_small = kind.is_fp32 and self.compute < MASTER_BYTES
             width = NVFP4_BYTES if kind.as_codes else MASTER_BYTES if kind.is_fp32 else self.compute
             is_near = is_block and not is_small and layout.reshard_ranks > 0
-            gathers = min(passes, count) if is_small else passes
+            gathers = (1 if is_block else min(passes, count)) if is_small else passes
             self.gathered += size * width * share * (gathers - (count if is_near else 0))
             self.near += size * width * (1 - 1 / layout.reshard_ranks) * count if is_near else 0.0
             self.reduced += size * share * GRADIENT_BYTES

@@ -259,17 +259,14 @@ class Planner:
     ) -> tuple[StepTime, list[Traffic]]:
         """Return the time of the slowest of some pipeline ranks, and what it sends."""
         owns = [self._own(stages, rank=rank) for rank in ranks]
-        different = {
-            (
-                frozenset(Counter(self._blocks(own)).items()),
-                any(stage.is_first for stage in own),
-                any(stage.is_last for stage in own),
-            ): own
-            for own in owns
-        }
+        different = {}
+        for own in owns:
+            held = self._held(own, stages, layout)
+            key = (frozenset(Counter(held.blocks).items()), held.is_first, held.is_last, held.num_sent)
+            different[key] = own, held
         found = []
-        for own in different.values():
-            traffic = self._traffic(self._held(own, stages, layout), layout)
+        for own, held in different.values():
+            traffic = self._traffic(held, layout)
             found.append((self._time(own, traffic, layout), traffic))
         return max(found, key=lambda pair: pair[0].total)
 

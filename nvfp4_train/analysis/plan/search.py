@@ -134,7 +134,8 @@ def _candidates(planner: Planner, start: Layout, *, devices: int) -> Iterator[La
         yield from (replace(whole, checkpoint=checkpoint, micro_batch_size=size) for size in MICRO_BATCHES)
         return
     checkpoint, reshards = TRADES[0]
-    start = replace(start, checkpoint=checkpoint, reshards=reshards, ep=1, schedule=Schedule.one_f_one_b)
+    start = replace(start, checkpoint=checkpoint, reshards=reshards, ep=1)
+    start = replace(start, num_virtual_stages=1, schedule=Schedule.one_f_one_b)
     for tp in _powers(MAX_TP):
         for cp in _powers(MAX_CP):
             shared = replace(start, tp=tp, cp=cp, pp=1, dp_replicate=1, dp_shard=max(devices // (tp * cp), 1))
@@ -157,13 +158,14 @@ def _data_degrees(planner: Planner, layout: Layout, *, ranks: int) -> Iterator[L
             continue
         data = replace(layout, dp_replicate=replicate, dp_shard=ranks // replicate)
         for size in MICRO_BATCHES:
-            sized = replace(data, micro_batch_size=size)
-            if layout_problems(sized, model, devices=sized.devices):
-                yield sized  # whatever the experts and the stages of a rank
+            sized, segments = replace(data, micro_batch_size=size), len(model.layer_pattern.segments)
+            fewest = next(_with_stages(sized, segments=segments))
+            if layout_problems(fewest, model, devices=fewest.devices):
+                yield fewest  # whatever the experts, and with more stages too
                 continue
             for ep in _powers(model.moe.num_experts if has_experts else 1):
                 if data.fsdp % ep == 0:
-                    yield from _with_stages(replace(sized, ep=ep), segments=len(model.layer_pattern.segments))
+                    yield from _with_stages(replace(sized, ep=ep), segments=segments)
 
 
 def _with_stages(layout: Layout, *, segments: int) -> Iterator[Layout]:

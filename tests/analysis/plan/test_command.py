@@ -23,6 +23,13 @@ def keys(*arguments: str) -> list[str]:
     return [problem.key for problem in error.value.problems]
 
 
+def test_times_that_only_a_run_measures_are_told():
+    balanced = ("parallel.pp_degree=2", "parallel.stage_balance=time", "batch.global_batch_size=32")
+    code, said = run("experiment=demo", *balanced, "--devices", "2", "--hardware", "H100")
+    assert code == 0
+    assert "here stages are divided by FLOPs" in said
+
+
 def test_a_plan_of_the_configured_layout_at_a_price():
     code, text = run(*DEMO, "--devices", "8", "--hardware", "H100", "--price", "0")
     assert code == 0

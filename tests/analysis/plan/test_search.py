@@ -90,3 +90,10 @@ def test_experts_are_spread(devices: int):
     _, found = find(*DEMO, "model.pattern=ME*E", "recipe.keep_bf16.last_blocks=1", devices=devices)
     assert found.plans
     assert all(plan.layout.fsdp % plan.layout.ep == 0 for plan in found.plans)
+
+
+def test_stages_of_the_configured_layout_rule_nothing_out():
+    overrides = (*DEMO, "parallel.pp_degree=2", "parallel.pipeline_schedule=interleaved")
+    few, many = (find(*overrides, f"parallel.stages_per_rank={count}", devices=4)[1] for count in (2, 4))
+    assert [plan.layout for plan in few.plans] == [plan.layout for plan in many.plans]
+    assert any(plan.layout.pp > 1 for plan in few.plans)
