@@ -27,7 +27,9 @@ from nvfp4_train.data.write import sync_directory
 PROBE_BYTES = 1 << 20
 
 
-def save_checkpoint(path: Path, state: State, *, engine: str, step: int, metadata: dict[str, Any]) -> None:
+def save_checkpoint(
+    path: Path, state: State, *, engine: str, step: int, metadata: dict[str, Any], owns_folder: bool = True
+) -> None:
     """Save a checkpoint; all ranks call it, with the same arguments but for their parts of the tensors.
 
     Args:
@@ -36,17 +38,27 @@ def save_checkpoint(path: Path, state: State, *, engine: str, step: int, metadat
         engine: Name of the engine.
         step: Optimizer steps taken.
         metadata: The trainer's own, plain JSON values.
+        owns_folder: As for `save_files`.
 
     Raises:
         CheckpointError: as `save_files` does.
     """
-    save_files(path, partial(_write_state, state), engine=engine, step=step, metadata=metadata)
+    write = partial(_write_state, state)
+    save_files(path, write, engine=engine, step=step, metadata=metadata, owns_folder=owns_folder)
 
 
-def save_files(path: Path, write: Callable[[Path], None], *, engine: str, step: int, metadata: dict[str, Any]) -> None:
+def save_files(
+    path: Path,
+    write: Callable[[Path], None],
+    *,
+    engine: str,
+    step: int,
+    metadata: dict[str, Any],
+    owns_folder: bool = True,
+) -> None:
     """Save a checkpoint whose files `write` writes; all ranks call it.
 
-    A checkpoint that is at `path` already is replaced. Leftovers of killed saves in the same directory are removed.
+    A checkpoint that is at `path` already is replaced.
 
     Args:
         path: `.../step_00000100`.
@@ -54,6 +66,8 @@ def save_files(path: Path, write: Callable[[Path], None], *, engine: str, step: 
         engine: Name of the engine.
         step: Optimizer steps taken.
         metadata: The trainer's own, plain JSON values.
+        owns_folder: Whether nobody else saves into the same directory, as a run that is going on may: what killed saves
+            left there is then removed.
 
     Raises:
         CheckpointError: on every rank, if any rank failed, for example because the disk is full. What was at
@@ -69,7 +83,7 @@ def save_files(path: Path, write: Callable[[Path], None], *, engine: str, step: 
     )
     temporary = path.with_name(f".{path.name}.saving")
     for stage in (
-        partial(_start, temporary),
+        partial(_start, temporary, owns_folder=owns_folder),
         partial(write, temporary),
         partial(_finish, temporary, path, info),
     ):
@@ -81,12 +95,14 @@ def save_files(path: Path, write: Callable[[Path], None], *, engine: str, step: 
             raise CheckpointError(_explain(path, found))
 
 
-def _start(temporary: Path) -> None:
+def _start(temporary: Path, *, owns_folder: bool) -> None:
     if not is_first_rank():
         return
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in temporary.parent.glob(f".{STEP_PREFIX}*"):
-        shutil.rmtree(leftover)
+    leftovers = set(temporary.parent.glob(f".{STEP_PREFIX}*")) if owns_folder else set()
+    for leftover in leftovers | {temporary}:
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
     temporary.mkdir()
 
 
@@ -133,7 +149,8 @@ def _problem_of(stage: Callable[[], None]) -> str | None:
 
 
 def _explain(path: Path, found: dict[int, str]) -> str:
-    free_gib = shutil.disk_usage(path.parent).free / 2**30
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    free_gib = shutil.disk_usage(folder).free / 2**30
     complete = complete_checkpoints(path.parent)
     usable = (
         f"{complete[-1].name} stays usable: the run resumes from it" if complete else "there is no earlier checkpoint"

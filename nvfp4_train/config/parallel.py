@@ -91,7 +91,7 @@ class ParallelConfig:
             ),
             Rule(
                 "stages_per_rank",
-                lambda: not self._stages_fault(),
+                lambda: self.stages_per_rank < 1 or not self._stages_fault(),
                 self._stages_fault,
                 "change stages_per_rank, pipeline_schedule or pp_degree",
             ),

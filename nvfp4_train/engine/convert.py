@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nvfp4_train.checkpoint.error import CheckpointError, damaged
@@ -40,6 +41,8 @@ def convert_checkpoint(source: Path, target: Path) -> str:
         ValueError: if DeepSpeed is not installed.
     """
     info = read_info(source)
+    if target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target} is in {source}\n    fix: name a folder outside of what is converted")
     if target.exists():
         raise CheckpointError(f"{target} exists already\n    fix: name a folder that does not, or move it away")
     with warnings.catch_warnings():
@@ -47,9 +50,12 @@ def convert_checkpoint(source: Path, target: Path) -> str:
         if info.engine == DeepSpeedEngine.name:
             _to_torch(source, target, info)
             engine = TorchEngine.name
-        else:
+        elif info.engine == TorchEngine.name:
             _to_deepspeed(source, target, info)
             engine = DeepSpeedEngine.name
+        else:
+            known = f"{TorchEngine.name} and {DeepSpeedEngine.name}"
+            raise CheckpointError(f"{source} is of engine {info.engine!r}, and those that can be converted are {known}")
     return (
         f"{source} (engine={info.engine}, step {info.step}) -> {target} (engine={engine})\n"
         f"a run goes on with it: engine={engine} resume={target}"
@@ -63,13 +69,14 @@ def _to_torch(source: Path, target: Path, info: CheckpointInfo) -> None:
     for name, tensors in read_parameters(source, header):
         state["model"][name] = tensors.pop(MASTER)
         state["optimizer"][name] = tensors
-    save_checkpoint(target, state, engine=TorchEngine.name, step=info.step, metadata=info.metadata)
+    name = TorchEngine.name
+    save_checkpoint(target, state, engine=name, step=info.step, metadata=info.metadata, owns_folder=False)
 
 
 def _to_deepspeed(source: Path, target: Path, info: CheckpointInfo) -> None:
     state = _read_torch_state(source)
-    write = partial(write_parameters, state)
-    save_files(target, write, engine=DeepSpeedEngine.name, step=info.step, metadata=info.metadata)
+    write, name = partial(write_parameters, state), DeepSpeedEngine.name
+    save_files(target, write, engine=name, step=info.step, metadata=info.metadata, owns_folder=False)
 
 
 def _read_torch_state(path: Path) -> State:
@@ -85,6 +92,8 @@ def _read_torch_state(path: Path) -> State:
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
             _insert(state[part], keys, tensor)
         dcp.load(state, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        raise damaged(path, *(cause for cause, _ in error.failures.values())) from error
     except UNREADABLE as error:
         raise damaged(path, error) from error
     return state

@@ -45,6 +45,7 @@ from nvfp4_train.parallel.extra_losses import ExtraLosses
 from nvfp4_train.parallel.fsdp import parameters_in_compute_dtype
 from nvfp4_train.parallel.mesh import Mesh
 from nvfp4_train.parallel.runner import model_inputs
+from nvfp4_train.parallel.runtime import announce_local_rank
 from nvfp4_train.precision.coverage import PrecisionPlan
 
 
@@ -307,5 +308,6 @@ def _start_deepspeed(device: torch.device) -> ModuleType:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     # Of torch 2.13, at every collective of DeepSpeed 0.19, which still uses the old names.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    announce_local_rank()
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed

@@ -48,6 +48,11 @@ class Runtime:
         return box[0]
 
 
+def announce_local_rank() -> None:
+    """Set what a launcher sets, and libraries ask for, where this process has none: it is alone on its machine."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+
+
 def start_runtime(device: Device, *, timeout_seconds: float = START_TIMEOUT_SECONDS) -> Runtime:
     """Join the ranks that a launcher such as torchrun started, or make a job of one process where there is no launcher.
 

@@ -15,12 +15,29 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+refuse() { # key, what it has to be
+    echo "$1 = '${!1}': $2" >&2
+    exit 2
+}
+for key in NPROC NUM_NODES MASTER_PORT; do
+    [[ -z ${!key:-} || ${!key} =~ ^[1-9][0-9]*$ ]] || refuse "$key" "has to be a whole number above 0"
+done
+for key in NODE_RANK MAX_RESTARTS SHUTDOWN_SECONDS; do
+    [[ -z ${!key:-} || ${!key} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$key" "has to be a whole number"
+done
+num_nodes=${NUM_NODES:-1}
+if ((num_nodes > 1)); then
+    NODE_RANK=${NODE_RANK:-} MASTER_ADDR=${MASTER_ADDR:-}
+    [[ -n $NODE_RANK && $NODE_RANK -lt $num_nodes ]] ||
+        refuse NODE_RANK "has to be the rank of this machine among NUM_NODES=$num_nodes: 0 to $((num_nodes - 1))"
+    [[ -n $MASTER_ADDR ]] || refuse MASTER_ADDR "has to be the name of the machine whose NODE_RANK is 0"
+fi
+
 python=${PYTHON:-python3}
 [[ -x .venv/bin/python ]] && python=.venv/bin/python
 
 "$python" scripts/pretrain.py --cfg job "$@" > /dev/null # a wrong configuration is reported once, and nothing starts
 
-num_nodes=${NUM_NODES:-1}
 num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 options=(
     --nproc-per-node "${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"
@@ -31,8 +48,6 @@ options=(
 if ((num_nodes == 1)); then
     options+=(--standalone)
 else
-    : "${NODE_RANK:?is the rank of this machine among NUM_NODES=$num_nodes: 0 to $((num_nodes - 1))}"
-    : "${MASTER_ADDR:?is the name of the machine whose NODE_RANK is 0}"
     options+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 exec "$python" -m torch.distributed.run "${options[@]}" scripts/pretrain.py "$@"

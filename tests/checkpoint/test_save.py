@@ -80,6 +80,15 @@ def test_leftovers_of_killed_saves_and_removals_are_cleared(tmp_path):
     assert names(tmp_path) == ["step_00000005"]
 
 
+def test_a_save_into_the_folder_of_a_run_removes_nothing_but_its_own(tmp_path):
+    for name in (".step_00000003.saving", ".step_00000005.saving"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".step_notes").write_text("x")
+    path = tmp_path / "step_00000005"
+    save_checkpoint(path, make_state(5.0), engine="torch", step=5, metadata={}, owns_folder=False)
+    assert names(tmp_path) == [".step_00000003.saving", ".step_notes", "step_00000005"]
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(dcp.FileSystemWriter, "write_data"), (save, "write_info"), (save, "mark_complete"), (Path, "mkdir")],

@@ -1,5 +1,6 @@
 """A run goes on whatever saved it: the engine, the stage, the number of ranks."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,26 @@ def test_a_missing_or_damaged_file_is_named_and_nothing_is_written(following, fo
     with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states.pt could not be read"):
         convert_checkpoint(source, target)
     assert not is_complete(target)
+
+
+def copy_of(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def test_half_a_checkpoint_of_the_torch_engine_is_named(following, folder, tmp_path):
+    source = copy_of(folder / "torch" / NAME, tmp_path / NAME)
+    next(source.glob("*.distcp")).unlink()
+    with pytest.raises(CheckpointError, match="could not be read"):
+        convert_checkpoint(source, tmp_path / "converted" / NAME)
+    assert not (tmp_path / "converted" / NAME).exists()
+
+
+def test_what_cannot_be_a_target_or_a_source_is_refused(following, folder, tmp_path):
+    source = copy_of(folder / "torch" / NAME, tmp_path / NAME)
+    with pytest.raises(CheckpointError, match="outside of what is converted"):
+        convert_checkpoint(source, source / "inside")
+    info = source / "metadata.json"
+    info.write_text(info.read_text().replace('"torch"', '"other"'))
+    with pytest.raises(CheckpointError, match="of engine 'other'"):
+        convert_checkpoint(source, tmp_path / "converted" / NAME)

@@ -1,6 +1,7 @@
 """DeepSpeed trains as the torch engine does on one rank."""
 
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -445,3 +446,13 @@ def test_without_deepspeed_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ValueError, match=re.escape("pip install 'nvfp4-train[deepspeed]'")):
         import_deepspeed()
+
+
+def train_without_launcher(runtime: Runtime) -> list[tuple[float, float]]:
+    os.environ.pop("LOCAL_RANK")
+    return trained(runtime, FP32, deepspeed_engine(1), 1)
+
+
+def test_a_single_process_needs_no_launcher(one):
+    [[found]] = run_on_ranks(train_without_launcher, 1)
+    assert found == pytest.approx(one["fp32"][0], rel=1e-5)

@@ -104,9 +104,19 @@ def test_several_machines_need_to_know_their_place(node, missing):
     environment = {"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
     del environment[missing]
     done = node.run(torchrun(node), **environment)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert missing in done.stderr
     assert "torch.distributed.run" not in "".join(node.log)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("NPROC", "0"), ("NUM_NODES", "two"), ("NODE_RANK", "2"), ("MAX_RESTARTS", "x")]
+)
+def test_a_number_that_is_none_is_told(node, key, value):
+    environment = {"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", key: value}
+    done = node.run(torchrun(node), **environment)
+    assert done.returncode == 2
+    assert f"{key} = '{value}'" in done.stderr
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(143, True), (0, False), (1, False), (2, False)])

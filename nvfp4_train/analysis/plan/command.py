@@ -53,7 +53,9 @@ def run_command(arguments: list[str], *, say: Callable[[str], None]) -> int:
         say(format_calibration(compare(load_points(), load_efficiency())))
         return 0
     problems = _flag_problems(options)
-    hardware = _collect(problems, lambda: load_hardware(options.hardware or DEFAULT_HARDWARE))
+    hardware = _collect(
+        problems, lambda: load_hardware(DEFAULT_HARDWARE if options.hardware is None else options.hardware)
+    )
     loaded = _collect(problems, lambda: load_config(overrides))
     start = None if loaded is None else _collect(problems, lambda: layout_of(loaded.cfg))
     if loaded is None or start is None:
@@ -89,8 +91,16 @@ def _plan(
         say(format_plan(plan, kept=kept, comparisons=comparisons))
         values["plan"] = plan_values(plan, kept=kept, comparisons=comparisons)
     if options.json:
-        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        _write(options.json, json.dumps(values, indent=2) + "\n")
     return 0 if plan is not None and plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        rule, fix = f"cannot be written ({error.strerror})", "name another file"
+        raise ConfigError([Problem(key="--json", value=str(path), rule=rule, fix=fix)]) from error
 
 
 def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:

@@ -120,3 +120,11 @@ def test_the_calibration_is_printed():
     code, text = run("--calibration")
     assert code == 0
     assert "llama3_405b" in text
+
+
+def test_a_file_that_cannot_be_written_and_hardware_without_a_name_are_told():
+    flags = ("experiment=tiny", "--devices", "1", "--hardware")
+    with pytest.raises(ConfigError, match="hardware"):
+        run(*flags, "")
+    with pytest.raises(ConfigError, match="--json"):
+        run(*flags, "H100", "--json", "/dev/full")
