@@ -1,5 +1,6 @@
 """Say what a run needs and takes on hardware that is not here: `python scripts/plan.py --help`."""
 
+import gc
 import sys
 
 from nvfp4_train.config.problem import ConfigError, report
@@ -17,4 +18,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a search makes millions of objects and hardly a cycle: collecting takes an eighth of its time
     sys.exit(main())

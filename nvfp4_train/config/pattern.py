@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from nvfp4_train.config.problem import ConfigError, Problem
 
@@ -44,6 +45,7 @@ class LayerPattern:
     num_mtp_depths: int
 
     @classmethod
+    @cache  # plans ask thousands of times; a pattern does not change
     def parse(cls, text: str) -> "LayerPattern":
         """Read a pattern.
 
