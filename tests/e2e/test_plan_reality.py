@@ -325,8 +325,9 @@ def differences(cfg: TrainConfig, seen: list[Seen]) -> list[str]:
 
 
 def kept_tolerance(cfg: TrainConfig) -> float:
-    """With tp, MXFP8 keeps more than the plan knows; docs/plan.md says so."""
-    return 0.15 if cfg.recipe.name == "mxfp8" and cfg.parallel.tp_degree > 1 else TOLERANCE
+    """With tp, MXFP8 keeps more than the plan knows, which a pipeline multiplies; docs/plan.md says so."""
+    is_under = cfg.recipe.name == "mxfp8" and cfg.parallel.tp_degree > 1 and cfg.parallel.pp_degree > 1
+    return 0.15 if is_under else TOLERANCE
 
 
 SENT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
